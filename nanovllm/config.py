@@ -1,0 +1,155 @@
+"""Everything a user can set on the engine, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+_DTYPES = ("auto", "float32", "float16", "bfloat16")
+_LOAD_FORMATS = ("auto", "dummy")
+_BACKENDS = ("auto", "flash", "torch")
+
+
+def check(condition: bool, name: str, got: Any, allowed: str) -> None:
+    """Raise ValueError naming the setting, the value it got and what it allows, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{name}={got!r} is not allowed: {allowed}")
+
+
+def check_int(name: str, got: Any, minimum: int, note: str = "") -> None:
+    """Raise ValueError unless `got` is an int (no bool) of at least `minimum`."""
+    is_int = isinstance(got, int) and not isinstance(got, bool)
+    check(is_int and got >= minimum, name, got, f"an integer of at least {minimum}{note}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a real number; booleans are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def unknown_name_error(what: str, name: str, known: list[str]) -> TypeError:
+    """TypeError for an unknown keyword, with the nearest known name as a hint."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+    return TypeError(f"{what} got an unknown argument {name!r}{hint}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file as a dict.
+
+    Raises:
+        ValueError: it is not there, or not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"model={str(path.parent)!r} is not a model directory: {path.name} is not there") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path.name} in {str(path.parent)!r} is not valid JSON: {error}") from None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of one engine. Every check raises ValueError: what, got, allowed.
+
+    Args:
+        model: a directory in Hugging Face layout, or with `load_format="dummy"` the name of a built-in shape.
+        tokenizer: directory of the tokenizer; the model's own when None.
+        dtype: "auto" takes the checkpoint's (see docs/tour.md for what a CPU does), or a name such as "bfloat16".
+        device: "auto" is "cuda" where there is one, else "cpu".
+        load_format: "auto" reads safetensors, "dummy" fills the weights with random numbers.
+        skip_tokenizer_init: run on token ids alone; `text` of the outputs stays empty.
+        max_model_len: most tokens of prompt and output together; the model's own limit when None.
+        max_num_seqs: most sequences that run at once (each owns a row of device state).
+        max_num_batched_tokens: most prompt tokens computed in one prefill step.
+        gpu_memory_utilization: share of the GPU's memory this engine may use, weights included.
+        kvcache_block_size: tokens per KV block; what the attention backend prefers when None.
+        num_kvcache_blocks: KV blocks in the pool; -1 sizes the pool from memory.
+        enable_prefix_caching: reuse KV blocks of equal prompt prefixes.
+        enforce_eager: never capture CUDA graphs.
+        tensor_parallel_size: number of GPUs (or CPU ranks) a model is split over.
+        attention_backend: "auto", "flash" (the flash-attn package) or "torch".
+        quantization: None; quantized weights are not there yet.
+        quantized_model_path: None; see `quantization`.
+        seed: seed of the engine; requests without a seed of their own derive theirs from it.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    skip_tokenizer_init: bool = False
+    max_model_len: int | None = None
+    max_num_seqs: int = 512
+    max_num_batched_tokens: int = 16384
+    gpu_memory_utilization: float = 0.9
+    kvcache_block_size: int | None = None
+    num_kvcache_blocks: int = -1
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    attention_backend: str = "auto"
+    quantization: str | None = None
+    quantized_model_path: str | None = None
+    seed: int = 0
+
+    @classmethod
+    def from_kwargs(cls, model: str, **kwargs: Any) -> EngineConfig:
+        """Build a config from keyword arguments.
+
+        Raises:
+            TypeError: an unknown name, with the nearest known one.
+            ValueError: a value out of range.
+            NotImplementedError: a knob whose work is not there yet.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                raise unknown_name_error("LLM()", name, known)
+        return cls(model=str(model), **kwargs)
+
+    def __post_init__(self) -> None:
+        # A torch.dtype is accepted as its name, so that this module needs no torch.
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        self._check_choices()
+        self._check_numbers()
+        self._check_not_implemented()
+
+    def _check_choices(self) -> None:
+        for name, allowed in (("dtype", _DTYPES), ("load_format", _LOAD_FORMATS), ("attention_backend", _BACKENDS)):
+            check(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
+        device_ok = self.device in ("auto", "cpu", "cuda") or (
+            isinstance(self.device, str) and self.device.startswith("cuda:") and self.device[5:].isdigit()
+        )
+        check(device_ok, "device", self.device, "auto, cpu, cuda or cuda:N")
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "enforce_eager"):
+            check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+
+    def _check_numbers(self) -> None:
+        if self.max_model_len is not None:
+            check_int("max_model_len", self.max_model_len, 2, " (a prompt token and a generated one)")
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check_int("seed", self.seed, 0)
+        if self.kvcache_block_size is not None:
+            check_int("kvcache_block_size", self.kvcache_block_size, 1)
+        if self.num_kvcache_blocks != -1:
+            check_int("num_kvcache_blocks", self.num_kvcache_blocks, 1, ", or -1 to size the pool from memory")
+        share = self.gpu_memory_utilization
+        check(is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share, "a number in (0, 1]")
+
+    def _check_not_implemented(self) -> None:
+        if self.tensor_parallel_size != 1:
+            raise NotImplementedError(
+                f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported so far; leave it at 1"
+            )
+        for name in ("quantization", "quantized_model_path"):
+            if getattr(self, name) is not None:
+                raise NotImplementedError(
+                    f"{name}={getattr(self, name)!r}: quantized weights are not supported yet; leave it at None"
+                )

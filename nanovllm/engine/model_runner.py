@@ -1,0 +1,201 @@
+"""The device side of an engine: weights, caches, rows; it runs the steps it is given, in order."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from nanovllm import platform
+from nanovllm.attention.base import AttentionBackend, KVCache
+from nanovllm.context import ForwardContext, forward_context
+from nanovllm.engine.batch import Inputs, Rows, decode_inputs, prefill_inputs, upload
+from nanovllm.engine.step import Logprobs, PrefillChunk, Sampling, Step, StepResult
+from nanovllm.kernels import sampling as ops
+from nanovllm.models.decoder import CausalDecoder
+
+logger = logging.getLogger(__name__)
+
+# Rows of float32 logits that exist at once when a prompt is scored, however long it is.
+_SCORE_ROWS = 256
+
+
+class PendingResult:
+    """Results on their way to the host. `wait` blocks until they are there."""
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor | None,
+        logprobs: tuple[torch.Tensor, ...] | None,
+        scores: list[tuple[torch.Tensor, ...]],
+        device: torch.device,
+    ) -> None:
+        self._token_ids = None if token_ids is None else _to_host(token_ids)
+        self._logprobs = None if logprobs is None else tuple(map(_to_host, logprobs))
+        self._scores = [tuple(map(_to_host, score)) for score in scores]
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> StepResult:
+        """The step's results as plain numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        token_ids = [] if self._token_ids is None else self._token_ids.tolist()
+        logprobs = None if self._logprobs is None else _as_logprobs(self._logprobs)
+        return StepResult(token_ids, logprobs, [_as_logprobs(score) for score in self._scores])
+
+
+class ModelRunner:
+    """Runs steps of a decoder on one device.
+
+    Args:
+        model: weights on `device`.
+        backend: who attends.
+        dtype, device: of weights, activations and KV.
+        block_size: tokens per KV block.
+        max_num_seqs: rows of device state.
+        max_model_len: longest sequence.
+    """
+
+    def __init__(
+        self,
+        model: CausalDecoder,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.dtype = dtype
+        self.device = device
+        self.block_size = block_size
+        self.specs = model.cache_specs(dtype.itemsize)
+        self.bytes_per_block = sum(spec.bytes_per_block(block_size) for spec in self.specs)
+        self.num_blocks = 0
+        self.caches: list[KVCache] = []
+        max_blocks = -(-max_model_len // block_size)
+        self.rows = Rows(max_num_seqs, max_blocks, model.config.vocab_size, device)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the KV pool; one block more than asked for stays zero, for padding to read."""
+        self.num_blocks = num_blocks
+        self.caches = [
+            KVCache(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
+            for spec in self.specs
+            for shape in [(num_blocks + 1, self.block_size, spec.num_kv_heads, spec.head_dim)]
+        ]
+
+    @torch.inference_mode()
+    def warm_up(self, num_tokens: int, max_model_len: int) -> None:
+        """Run the largest prefill there can be on throw-away caches, so that memory peaks before the pool is
+        sized; `num_tokens` is max_num_batched_tokens."""
+        lengths = [max_model_len] * (num_tokens // max_model_len) + [num_tokens % max_model_len]
+        lengths = [n for n in lengths if n][: self.rows.last_token.shape[0]]
+        self.allocate(sum(-(-n // self.block_size) for n in lengths))
+        chunks = [PrefillChunk(i, 0, [0] * n, True, 0, [], 0) for i, n in enumerate(lengths)]
+        sampling = Sampling(greedy=False, filtered=True, penalized=[], biases=[], num_logprobs=0)
+        first = 0
+        for i, n in enumerate(lengths):
+            count = -(-n // self.block_size)
+            self.rows.block_table[i, :count] = torch.arange(first, first + count)
+            first += count
+        self._prefill(chunks, sampling)
+        logits = torch.zeros(len(self.rows.last_token), self.model.config.vocab_size, device=self.device)
+        self._sample(logits, torch.arange(len(logits), device=self.device), sampling)
+        platform.synchronize(self.device)
+        self.caches = []
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> PendingResult:
+        """Launch a step; on a GPU this returns before it is done."""
+        self.rows.apply(step)
+        if step.chunks:
+            return self._prefill(step.chunks, step.sampling)
+        return self._decode(step)
+
+    def exit(self) -> None:
+        """Let go of all memory on the device; a second time does nothing."""
+        self.model = self.caches = self.rows = None
+        platform.empty_cache(self.device)
+
+    def _forward(self, inputs: Inputs) -> torch.Tensor:
+        self.backend.prepare(inputs.attention, self.num_blocks, self.block_size)
+        with forward_context(ForwardContext(inputs.attention, self.backend)):
+            return self.model(inputs.token_ids, inputs.positions, self.caches)
+
+    def _decode(self, step: Step) -> PendingResult:
+        rows = upload(step.decode_rows, torch.int64, self.device)
+        hidden = self._forward(decode_inputs(step, rows, self.rows, self.block_size))
+        self.rows.context_len[rows] += 1
+        token_ids, logprobs = self._sample(self.model.compute_logits(hidden), rows, step.sampling)
+        return PendingResult(token_ids, logprobs, [], self.device)
+
+    def _prefill(self, chunks: list[PrefillChunk], sampling: Sampling | None) -> PendingResult:
+        rows = upload([chunk.row for chunk in chunks], torch.int64, self.device)
+        inputs = prefill_inputs(chunks, rows, self.rows, self.block_size)
+        hidden = self._forward(inputs)
+        self.rows.context_len[rows] = inputs.attention.context_lens.to(torch.int64)
+        scores = self._score(hidden, chunks)
+        token_ids = logprobs = None
+        if sampling is not None:
+            chosen = upload([i for i, chunk in enumerate(chunks) if chunk.samples], torch.int64, self.device)
+            last = inputs.attention.cu_seqlens_q[1:].to(torch.int64)[chosen] - 1
+            token_ids, logprobs = self._sample(self.model.compute_logits(hidden[last]), rows[chosen], sampling)
+        return PendingResult(token_ids, logprobs, scores, self.device)
+
+    def _sample(
+        self, logits: torch.Tensor, rows: torch.Tensor, sampling: Sampling
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        """Draw a token for each of `rows` from its [R, V] logits and remember it; with its log probabilities if
+        any row wants them."""
+        raw = logits.float()
+        logits = raw.clone() if sampling.biases or sampling.penalized else raw
+        for position, ids, values in sampling.biases:
+            at = upload(ids, torch.int64, self.device)
+            logits[position, at] += upload(values, torch.float32, self.device)
+        if sampling.penalized:
+            self.rows.penalize(logits, rows, sampling.penalized)
+        if sampling.greedy:
+            token_ids = ops.greedy_ref(logits)
+        else:
+            state = self.rows
+            filters = (state.top_k[rows], state.top_p[rows], state.min_p[rows]) if sampling.filtered else None
+            token_ids = ops.sample_ref(
+                logits, state.temperature[rows], state.seed[rows], state.context_len[rows], filters
+            )
+        self.rows.record(rows, token_ids, sampling)
+        if sampling.num_logprobs < 0:
+            return token_ids, None
+        return token_ids, ops.token_logprobs_ref(raw, token_ids, sampling.num_logprobs)
+
+    def _score(self, hidden: torch.Tensor, chunks: list[PrefillChunk]) -> list[tuple[torch.Tensor, ...]]:
+        """Log probabilities of the chunks' targets, a few rows of logits at a time."""
+        scores = []
+        first = 0
+        for chunk in chunks:
+            if chunk.score_targets:
+                start = first + chunk.score_start - chunk.start
+                rows = hidden[start : start + len(chunk.score_targets)]
+                targets = upload(chunk.score_targets, torch.int64, self.device)
+                pieces = [
+                    ops.token_logprobs_ref(self.model.compute_logits(h).float(), t, chunk.num_score_logprobs)
+                    for h, t in zip(rows.split(_SCORE_ROWS), targets.split(_SCORE_ROWS), strict=True)
+                ]
+                scores.append(tuple(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+            first += len(chunk.token_ids)
+        return scores
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _as_logprobs(tensors: tuple[torch.Tensor, ...]) -> Logprobs:
+    chosen, top_ids, top = (tensor.tolist() for tensor in tensors)
+    return Logprobs(chosen, top_ids, top)

@@ -1,0 +1,338 @@
+"""Who runs next. Continuous batching with chunked prefill, and preemption by recompute when blocks run out.
+
+The policy: a step is either a prefill (chunks of waiting prompts, first come first served, up to
+`max_num_batched_tokens`) or a decode (one token for every running sequence). Waiting prompts go first, but never two
+prefill steps in a row while somebody could decode: so a running sequence waits at most one prefill step for its next
+token, however many prompts keep coming.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.step import (
+    BlockUpdates,
+    Logprobs,
+    PrefillChunk,
+    RowStart,
+    Sampling,
+    Step,
+    StepResult,
+)
+
+
+@dataclass(slots=True)
+class _Launched:
+    """Whose results a launched step will bring, in their order."""
+
+    sampled: list[Sequence] = field(default_factory=list)
+    scored: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Queues, rows and blocks; no device, no model.
+
+    Args:
+        max_num_seqs: rows of device state, and so the most sequences that run at once.
+        max_num_batched_tokens: most tokens of a prefill step.
+        block_manager: the pool; it must hold at least one sequence of the longest length that is ever added.
+    """
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, block_manager: BlockManager) -> None:
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.block_manager = block_manager
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._free_rows = list(range(max_num_seqs))
+        self._num_rows = max_num_seqs
+        self._launched: deque[_Launched] = deque()
+        self._last_was_prefill = False
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence waits or runs, or a launched step is not read yet."""
+        return bool(self.waiting or self.running or self._launched)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence."""
+        self.waiting.append(seq)
+
+    def schedule(self) -> Step | None:
+        """The next step to launch, or None when nothing can go on before results are read.
+
+        Everything in the books counts as done once a step is launched: steps run in launch order.
+        """
+        can_decode = any(seq.is_decoding and seq.wants_token for seq in self.running)
+        step = None if can_decode and self._last_was_prefill else self._schedule_prefill()
+        self._last_was_prefill = step is not None
+        if step is None and can_decode:
+            step = self._schedule_decode()
+        return step
+
+    def update(self, result: StepResult) -> list[Sequence]:
+        """Take in the results of the oldest launched step; returns the sequences that went on or ended.
+
+        Results of sequences that ended since the launch are dropped.
+        """
+        launched = self._launched.popleft()
+        touched: dict[int, Sequence] = {}
+        for seq, scores in zip(launched.scored, result.scores, strict=True):
+            if seq.status is not Status.FINISHED:
+                self._take_scores(seq, scores)
+                touched[seq.seq_id] = seq
+        for i, seq in enumerate(launched.sampled):
+            if seq.status is not Status.FINISHED:
+                self._take_token(seq, result.token_ids[i], result.logprobs, i)
+                touched[seq.seq_id] = seq
+        return list(touched.values())
+
+    def finish(self, seq: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
+        """End a sequence wherever it is, and free what it holds; a second time changes nothing but the reason."""
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        if seq.status is Status.RUNNING:
+            self._leave_row(seq)
+        elif seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        seq.status = Status.FINISHED
+
+    def reset(self) -> list[Sequence]:
+        """A step was lost: end every sequence with reason "abort", forget launched steps and all prefixes.
+
+        Returns the sequences that were ended.
+        """
+        ended = [*self.waiting, *self.running]
+        for seq in ended:
+            self.finish(seq, "abort")
+        self._launched.clear()
+        self._last_was_prefill = False
+        self.block_manager.forget_all()
+        return ended
+
+    def check(self) -> None:
+        """Compare rows and blocks with what the running sequences hold.
+
+        Raises:
+            RuntimeError: the books do not balance; the message has the numbers.
+        """
+        rows = sorted([seq.row for seq in self.running] + self._free_rows)
+        if rows != list(range(self._num_rows)):
+            raise RuntimeError(
+                f"rows do not balance: {len(self.running)} running + {len(self._free_rows)} free of {self._num_rows}"
+            )
+        self.block_manager.check(self.running)
+
+    # Prefill
+
+    def _schedule_prefill(self) -> Step | None:
+        step = Step([], BlockUpdates(), [], [], [], None)
+        launched = _Launched()
+        computing: set[int] = set()  # blocks this step makes known; they can be read from the next step on
+        budget = self.max_num_batched_tokens
+        if self.running and not self.running[-1].is_decoding:
+            # Admission stops at a prompt that the budget cuts, so the unfinished prefill is the last one admitted.
+            budget = self._continue_chunk(step, launched, budget, computing)
+        budget = self._admit(step, launched, budget, computing)
+        if not step.chunks:
+            return None
+        step.sampling = self._sampling(launched.sampled)
+        for seq in launched.sampled:
+            seq.num_pending += 1
+        self._launched.append(launched)
+        return step
+
+    def _continue_chunk(self, step: Step, launched: _Launched, budget: int, computing: set[int]) -> int:
+        """Go on with the prompt that the last step's budget cut; returns the budget left for others."""
+        seq = self.running[-1]
+        num_tokens = min(budget, len(seq.token_ids) - seq.num_computed)
+        if self.block_manager.num_new_blocks(seq, seq.num_computed + num_tokens, []) > self.block_manager.num_free:
+            return 0  # who decodes now ends or makes room by preemption, and nobody may overtake
+        self._add_chunk(seq, num_tokens, step, launched, computing)
+        return budget - num_tokens
+
+    def _admit(self, step: Step, launched: _Launched, budget: int, computing: set[int]) -> int:
+        """Start waiting sequences in order of arrival while rows, blocks and budget last."""
+        deferred: list[Sequence] = []
+        while self.waiting and self._free_rows and budget > 0:
+            seq = self.waiting[0]
+            if seq.num_pending:
+                break  # preempted a moment ago: its last token is not read yet
+            prefix = self.block_manager.find_prefix(seq)
+            if any(block.block_id in computing for block in prefix):
+                # An equal prefix is being computed in this very step; one step later it is there to share.
+                deferred.append(self.waiting.popleft())
+                continue
+            if not self._has_room(seq, prefix):
+                break
+            self.waiting.popleft()
+            self._start(seq, prefix, step)
+            num_tokens = min(budget, len(seq.token_ids) - seq.num_computed)
+            self._add_chunk(seq, num_tokens, step, launched, computing)
+            budget -= num_tokens
+        self.waiting.extendleft(reversed(deferred))
+        return budget
+
+    def _has_room(self, seq: Sequence, prefix: list[Block]) -> bool:
+        """Room for the whole prompt, not only its first chunk, and a block to grow for each running sequence:
+        admitting more would soon preempt it again."""
+        needed = self.block_manager.num_new_blocks(seq, len(seq.token_ids), prefix)
+        return needed + len(self.running) <= self.block_manager.num_free
+
+    def _start(self, seq: Sequence, prefix: list[Block], step: Step) -> None:
+        seq.row = heapq.heappop(self._free_rows)
+        seq.status = Status.RUNNING
+        self.block_manager.share(seq, prefix)
+        if seq.num_preemptions == 0:
+            seq.num_cached_tokens = seq.num_computed
+        self.running.append(seq)
+        prompt, output = seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids
+        if not seq.params.penalized:
+            prompt, output = [], []
+        step.starts.append(RowStart(seq.row, seq.params, seq.seed, prompt, output))
+        step.block_updates.add(seq.row, 0, seq.block_table)
+
+    def _add_chunk(self, seq: Sequence, num_tokens: int, step: Step, launched: _Launched, computing: set[int]) -> None:
+        start, end = seq.num_computed, seq.num_computed + num_tokens
+        held = len(seq.block_table)
+        step.block_updates.add(seq.row, held, self.block_manager.grow(seq, end))
+        seq.num_computed = end
+        seq.is_decoding = end == len(seq.token_ids)
+        samples = seq.is_decoding and seq.wants_token
+        score_start, targets = self._score_targets(seq, start, end)
+        num_top = seq.prompt_logprobs or 0
+        step.chunks.append(
+            PrefillChunk(seq.row, start, seq.token_ids[start:end], samples, score_start, targets, num_top)
+        )
+        if samples:
+            launched.sampled.append(seq)
+        if targets:
+            launched.scored.append(seq)
+        known = seq.num_hashed_blocks
+        self.block_manager.remember(seq)
+        computing.update(seq.block_table[known : seq.num_hashed_blocks])
+
+    @staticmethod
+    def _score_targets(seq: Sequence, start: int, end: int) -> tuple[int, list[int]]:
+        """Which prompt tokens this chunk's rows score: those not scored before a preemption."""
+        if seq.prompt_logprobs is None:
+            return start, []
+        score_start = max(start, seq.num_scored)
+        score_end = min(end, seq.num_prompt_tokens - 1)
+        if score_end <= score_start:
+            return start, []
+        seq.num_scored = score_end
+        return score_start, seq.token_ids[score_start + 1 : score_end + 1]
+
+    # Decode
+
+    def _schedule_decode(self) -> Step | None:
+        step = Step([], BlockUpdates(), [], [], [], None)
+        batch: list[Sequence] = []
+        for seq in list(self.running):
+            if seq.status is not Status.RUNNING or not (seq.is_decoding and seq.wants_token):
+                continue
+            if self._make_room(seq):
+                held = len(seq.block_table)
+                new_blocks = self.block_manager.grow(seq, seq.num_computed + 1)
+                if new_blocks:
+                    step.block_updates.add(seq.row, held, new_blocks)
+                batch.append(seq)
+        if not batch:
+            return None
+        step.sampling = self._sampling(batch)
+        for seq in batch:
+            seq.num_computed += 1
+            seq.num_pending += 1
+        step.decode_rows = [seq.row for seq in batch]
+        step.context_lens = [seq.num_computed for seq in batch]
+        self._launched.append(_Launched(sampled=batch))
+        return step
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Preempt, last come first, until `seq` can grow by one token; False when it had to go itself."""
+        needed = seq.num_computed + 1 > len(seq.block_table) * self.block_manager.block_size
+        while needed and self.block_manager.num_free == 0:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Send a sequence back to the front of the queue; its KV is computed anew later."""
+        self._leave_row(seq)
+        seq.status = Status.WAITING
+        seq.num_preemptions += 1
+        self.waiting.appendleft(seq)
+
+    def _leave_row(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        heapq.heappush(self._free_rows, seq.row)
+        seq.row = -1
+        seq.is_decoding = False
+        self.block_manager.release(seq)
+
+    # Sampling and results
+
+    @staticmethod
+    def _sampling(seqs: list[Sequence]) -> Sampling | None:
+        if not seqs:
+            return None
+        biases = []
+        for i, seq in enumerate(seqs):
+            bias = dict(seq.params.logit_bias or {})
+            if seq.num_tokens - seq.num_prompt_tokens < seq.params.min_tokens:
+                bias |= dict.fromkeys(seq.stop_ids, -math.inf)
+            if bias:
+                biases.append((i, list(bias), list(bias.values())))
+        return Sampling(
+            greedy=all(seq.params.greedy for seq in seqs),
+            filtered=any(seq.params.filtered for seq in seqs),
+            penalized=[i for i, seq in enumerate(seqs) if seq.params.penalized],
+            biases=biases,
+            num_logprobs=max(-1 if seq.params.logprobs is None else seq.params.logprobs for seq in seqs),
+        )
+
+    def _fail(self, seq: Sequence) -> None:
+        seq.error = (
+            f"the model's logits are not finite after {len(seq.token_ids)} tokens; a wider dtype "
+            "(bfloat16 or float32 for float16) may help"
+        )
+        self.finish(seq, "error")
+
+    def _take_scores(self, seq: Sequence, scores: Logprobs) -> None:
+        seq.prompt_token_logprobs += scores.chosen
+        seq.prompt_top_logprobs += _pairs(scores, seq.prompt_logprobs or 0)
+        if any(math.isnan(value) for value in scores.chosen):
+            self._fail(seq)
+        elif seq.max_tokens == 0 and len(seq.prompt_token_logprobs) == seq.num_prompt_tokens - 1:
+            self.finish(seq, "length")
+
+    def _take_token(self, seq: Sequence, token_id: int, logprobs: Logprobs | None, index: int) -> None:
+        seq.num_pending -= 1
+        if token_id < 0:
+            self._fail(seq)
+            return
+        seq.record_token(token_id)
+        if logprobs is not None and seq.params.logprobs is not None:
+            one = Logprobs(logprobs.chosen[index : index + 1], [logprobs.top_ids[index]], [logprobs.top[index]])
+            seq.logprobs += one.chosen
+            seq.top_logprobs += _pairs(one, seq.params.logprobs)
+        if token_id in seq.stop_ids:
+            self.finish(seq, "stop", token_id if token_id in seq.params.stop_token_ids else None)
+        elif seq.num_output_tokens >= seq.max_tokens:
+            self.finish(seq, "length")
+        elif seq.status is Status.RUNNING:
+            self.block_manager.remember(seq)
+
+
+def _pairs(logprobs: Logprobs, num_top: int) -> list[list[tuple[int, float]]]:
+    """Per token the `num_top` most likely (id, log probability); the step may have computed more for others."""
+    return [
+        list(zip(ids[:num_top], top[:num_top], strict=True))
+        for ids, top in zip(logprobs.top_ids, logprobs.top, strict=True)
+    ]

@@ -1,0 +1,102 @@
+"""The model's own tokenizer, with the rules this library adds: one BOS, exact bytes of a token, all eos ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+
+class Tokenizer:
+    """A transformers tokenizer loaded from `directory`.
+
+    Raises:
+        ValueError: there is none in the directory.
+    """
+
+    def __init__(self, directory: str) -> None:
+        if not Path(directory).is_dir():
+            raise ValueError(f"tokenizer={directory!r} is not a directory")
+        try:
+            self._hf = AutoTokenizer.from_pretrained(directory)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"tokenizer={directory!r} cannot be loaded: {error}; pass tokenizer=DIR, or skip_tokenizer_init=True "
+                "to work with token ids"
+            ) from error
+        self._bytes_of_char = _byte_level_chars() if self._is_byte_level() else None
+        self._special_ids = set(self._hf.all_special_ids)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's own eos."""
+        return self._hf.eos_token_id
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of texts, with the special tokens that the model expects around plain text.
+
+        A text that already starts with BOS gets no second one.
+        """
+        if not texts:
+            return []
+        batch = self._hf(texts)["input_ids"]
+        bos, bos_id = self._hf.bos_token, self._hf.bos_token_id
+        doubled = [
+            bos is not None and text.startswith(bos) and ids[:2] == [bos_id, bos_id]
+            for text, ids in zip(texts, batch, strict=True)
+        ]
+        return [ids[1:] if twice else ids for ids, twice in zip(batch, doubled, strict=True)]
+
+    def encode_chat(
+        self, conversations: list[list[dict]], add_generation_prompt: bool, template_kwargs: dict[str, Any]
+    ) -> list[list[int]]:
+        """Token ids of conversations rendered by the model's template, which writes all special tokens itself.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        if not self._hf.chat_template:
+            raise ValueError("chat() needs a chat template and the tokenizer has none; use generate() with text")
+        texts = [
+            self._hf.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
+            )
+            for messages in conversations
+        ]
+        return self._hf(texts, add_special_tokens=False)["input_ids"]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        """Text of token ids."""
+        return self._hf.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token alone; U+FFFD where it holds part of a character."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token, exact also for parts of characters. Ids past the vocabulary have none."""
+        token = self._hf.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if self._bytes_of_char is not None and token_id not in self._special_ids:
+            if all(char in self._bytes_of_char for char in token):
+                return bytes(self._bytes_of_char[char] for char in token)
+            return token.encode()
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    def _is_byte_level(self) -> bool:
+        """Whether tokens are spelled in GPT-2's alphabet of bytes."""
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        return backend is not None and '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
+
+
+def _byte_level_chars() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, the other bytes for characters from
+    256 on, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

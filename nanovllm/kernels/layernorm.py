@@ -1,0 +1,29 @@
+"""RMSNorm (arXiv 1910.07467), alone or after a residual add."""
+
+from __future__ import annotations
+
+import torch
+
+
+def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension, computed in float32; `x` is left as it was.
+
+    Args:
+        x: [..., D], any float dtype.
+        weight: [D].
+        eps: added to the mean square.
+
+    Returns:
+        [..., D] in x's dtype.
+    """
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm_ref(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of x + residual, and the sum itself as the next residual; shapes as in `rms_norm_ref`."""
+    residual = x + residual
+    return rms_norm_ref(residual, weight, eps), residual

@@ -1,0 +1,27 @@
+"""RMSNorm as a layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.layernorm import add_rms_norm_ref, rms_norm_ref
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last dimension of size `dim`."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise [..., dim]; the input is left as it was."""
+        return rms_norm_ref(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalise x + residual; returns it and the sum, the next residual. None stands for no residual yet."""
+        if residual is None:
+            return self.forward(x), x
+        return add_rms_norm_ref(x, residual, self.weight, self.eps)

@@ -1,0 +1,135 @@
+"""The pre-norm decoder that Qwen3, Llama and Qwen2 share; a family says which of its options it uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from nanovllm.attention.base import KVCache
+from nanovllm.cache_spec import PagedKVSpec
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import Embedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class DecoderOptions:
+    """qk_norm: RMSNorm on each head's query and key; the others: which projections have a bias."""
+
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+
+
+class SelfAttention(nn.Module):
+    """q, k, v projections, norm (if any) and rotary on q and k, attention, output projection."""
+
+    def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
+        super().__init__()
+        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        self.qkv_proj = Linear(config.hidden_size, parts, options.qkv_bias)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps) if options.qk_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps) if options.qk_norm else None
+        self.attn = Attention(heads, kv_heads, dim)
+        self.o_proj = Linear(heads * dim, {"o_proj": config.hidden_size}, options.o_bias)
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], cache: KVCache) -> torch.Tensor:
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.attn.head_dim))  # [T, H + 2 KV, D]
+        heads, kv_heads = self.attn.num_heads, self.attn.num_kv_heads
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = RotaryEmbedding.rotate(q, rotary), RotaryEmbedding.rotate(k, rotary)
+        self.attn.write(k, v, cache)
+        return self.o_proj(self.attn(q, cache))
+
+
+class SwiGLU(nn.Module):
+    """Gated MLP (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, options.mlp_bias)
+        self.act = SiluAndMul()
+        self.down_proj = Linear(size, {"down_proj": config.hidden_size}, options.mlp_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act(self.gate_up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm; the residual travels beside, so that each add meets its norm."""
+
+    def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, options)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = SwiGLU(config, options)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        cache: KVCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, rotary, cache)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class DecoderModel(nn.Module):
+    """Embedding, decoder layers, final norm."""
+
+    def __init__(self, config: ModelConfig, options: DecoderOptions, max_positions: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, options) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope, dtype)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, caches: list[KVCache]) -> torch.Tensor:
+        x, residual = self.embed_tokens(token_ids), None
+        rotary = self.rotary.tables(positions)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, residual = layer(x, residual, rotary, cache)
+        return self.norm.add(x, residual)[0]
+
+
+class CausalDecoder(nn.Module):
+    """Hidden states by `forward`, logits by `compute_logits`, so that only wanted rows meet the head."""
+
+    def __init__(self, config: ModelConfig, options: DecoderOptions, max_positions: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DecoderModel(config, options, max_positions, dtype)
+        self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config.hidden_size)
+
+    @property
+    def unneeded_tensors(self) -> frozenset[str]:
+        """A copy of the head that some checkpoints with tied embeddings carry."""
+        return frozenset(["lm_head.weight"] if self.lm_head is None else [])
+
+    def cache_specs(self, dtype_size: int) -> list[PagedKVSpec]:
+        """One KV cache per layer, in the order in which `forward` takes them."""
+        spec = PagedKVSpec(self.config.num_key_value_heads, self.config.head_dim, dtype_size)
+        return [spec] * self.config.num_hidden_layers
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, caches: list[KVCache]) -> torch.Tensor:
+        """[T] token ids and positions to [T, hidden_size]."""
+        return self.model(token_ids, positions, caches)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] to [R, vocab_size]."""
+        return (self.lm_head or self.model.embed_tokens).logits(hidden)
