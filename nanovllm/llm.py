@@ -133,7 +133,7 @@ class LLM:
             for ids in token_ids:
                 if len(ids) > 1:  # a single token has nothing before it
                     seqs += engine.add(ids, params, prompt_logprobs=logprobs, generate=False)
-            self._run(engine, seqs, progress=None)
+            self._run(engine, [[seq] for seq in seqs], progress=None)
         scored = iter(seqs)
         return [self._score_output(ids, next(scored) if len(ids) > 1 else None) for ids in token_ids]
 
@@ -150,7 +150,7 @@ class LLM:
         ):
             groups = [engine.add(ids, one) for ids, one in zip(token_ids, params, strict=True)]
             seqs += itertools.chain.from_iterable(groups)
-            self._run(engine, seqs, progress)
+            self._run(engine, groups, progress)
         return [self._request_output(group) for group in groups]
 
     @contextmanager
@@ -163,19 +163,19 @@ class LLM:
             engine.abort(seqs)
             engine.drain()
 
-    def _run(self, engine: LLMEngine, seqs: list[Sequence], progress: tqdm | None) -> None:
-        """Step until all of `seqs` have ended."""
+    def _run(self, engine: LLMEngine, groups: list[list[Sequence]], progress: tqdm | None) -> None:
+        """Step until all sequences of all requests have ended."""
         first = engine.stats.copy()
-        left = {seq.seq_id for seq in seqs}
-        groups_done = 0
-        while left:
+        request_of = {seq.seq_id: i for i, group in enumerate(groups) for seq in group}
+        left = [len(group) for group in groups]
+        while request_of:
             touched = self._step(engine)
-            left.difference_update(seq.seq_id for seq in touched if seq.status is Status.FINISHED)
+            for seq in touched:
+                if seq.status is Status.FINISHED and seq.seq_id in request_of:
+                    left[request_of.pop(seq.seq_id)] -= 1
             if progress is not None and touched:
-                done = progress.total * (len(seqs) - len(left)) // len(seqs)
                 progress.set_postfix_str(engine.stats.rates_since(first), refresh=False)
-                progress.update(done - groups_done)
-                groups_done = done
+                progress.update(left.count(0) - progress.n)
 
     @staticmethod
     def _step(engine: LLMEngine) -> list[Sequence]:
@@ -229,6 +229,7 @@ class LLM:
             **samples[0],
             prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
             num_cached_tokens=first.num_cached_tokens,
+            time_to_first_token=first.time_to_first_token,
         )
         if len(seqs) > 1:
             output["outputs"] = samples

@@ -39,10 +39,12 @@ class RequestOutput(SampleOutput, total=False):
     """What `generate` returns per prompt: the first sample's fields, and with n > 1 all samples in `outputs`.
 
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    time_to_first_token: seconds from being queued to the first token on the host; None when there is none.
     """
 
     prompt_token_ids: list[int]
     num_cached_tokens: int
+    time_to_first_token: float | None
     outputs: list[SampleOutput]
 
 

@@ -44,13 +44,10 @@ def resolve_dtype(name: str, checkpoint_dtype: str | None, device: torch.device)
     return torch.bfloat16 if checkpoint_dtype == "bfloat16" and cpu_has_bf16_units() else torch.float32
 
 
-def has_flash_attn() -> tuple[bool, str]:
-    """Whether the flash-attn package can be used, and why (not)."""
-    if not torch.cuda.is_available():
-        return False, "no CUDA device"
-    if importlib.util.find_spec("flash_attn") is None:
-        return False, "package flash-attn is not installed"
-    return True, "package flash-attn is installed"
+def has_package(package: str) -> tuple[bool, str]:
+    """Whether an optional package is installed, and that as a reason."""
+    found = importlib.util.find_spec(package) is not None
+    return found, f"package {package} is {'' if found else 'not '}installed"
 
 
 def cpu_memory() -> int:

@@ -64,3 +64,34 @@ def demo_path():
     from nanovllm.demo_model import demo_model_path
 
     return demo_model_path()
+
+
+@pytest.fixture
+def make_llm():
+    """make_llm(path, **knobs): an LLM on the CPU in float32 with a small pool. When the test is over, nothing may be
+    left of its requests, and the books must balance."""
+    from engine_helpers import check_idle
+
+    from nanovllm import LLM
+
+    made = []
+
+    def make(path, **knobs):
+        defaults = {
+            "dtype": "float32",
+            "device": "cpu",
+            "kvcache_block_size": 4,
+            "num_kvcache_blocks": 64,
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+        }
+        made.append(LLM(path, **{**defaults, **knobs}))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        if llm.engine is not None:
+            try:
+                check_idle(llm)
+            finally:
+                llm.exit()

@@ -81,9 +81,8 @@ LAYOUT = {
 
 # (file, function, what it may import): where an optional part is chosen.
 LAZY_IMPORTS = [
-    ("kernels/*.py", "*", "kernels/*_triton.py"),
+    ("kernels/choice.py", "twin", "*"),
     ("attention/__init__.py", "*", "attention/*.py"),
-    ("attention/base.py", "*", "attention/*.py"),
     ("models/registry.py", "*", "models/*.py"),
     ("demo_model.py", "*", "*"),
 ]

@@ -6,26 +6,43 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.torch import TorchAttention
-from nanovllm.platform import has_flash_attn
+from nanovllm.attention.triton import TritonAttention
+from nanovllm.platform import has_package
+
+# In the order in which "auto" tries them (docs/performance.md has the measurements), with the package each needs.
+_PACKAGES = {"triton": "triton", "flash": "flash_attn"}
 
 
 def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> tuple[AttentionBackend, str]:
-    """The backend called `name` and why it was taken; "auto" takes flash where it can run, else torch.
+    """The backend called `name` and why it was taken; "auto" takes the first that can run here.
 
     Raises:
-        ValueError: `name` is "flash" and it cannot run here.
+        ValueError: `name` cannot run here; says why.
     """
-    usable, reason = has_flash_attn()
+    reasons = []
+    for candidate, package in _PACKAGES.items():
+        if name in ("auto", candidate):
+            usable, reason = _usable(package, device, dtype)
+            if usable:
+                return _make(candidate), reason
+            reasons.append(f"{candidate}: {reason}")
+    if name not in ("auto", "torch"):
+        raise ValueError(f"attention_backend={name!r} cannot be used ({reasons[0]}); use attention_backend='torch'")
+    return TorchAttention(), "; ".join(reasons) or "asked for"
+
+
+def _usable(package: str, device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
     if device.type != "cuda":
-        usable, reason = False, f"device is {device.type}"
-    elif usable and dtype == torch.float32:
-        usable, reason = False, "flash-attn takes no float32"
-    if name == "flash" and not usable:
-        raise ValueError(f"attention_backend='flash' cannot be used: {reason}; use attention_backend='torch'")
-    if name == "torch":
-        return TorchAttention(), "asked for"
-    if not usable:
-        return TorchAttention(), reason
+        return False, f"device is {device.type}"
+    if dtype == torch.float32:
+        return False, "takes no float32"
+    return has_package(package)
+
+
+def _make(name: str) -> AttentionBackend:
+    if name == "triton":
+        return TritonAttention()
+    # Its module imports the package, which is optional.
     from nanovllm.attention.flash import FlashAttention
 
-    return FlashAttention(), reason
+    return FlashAttention()

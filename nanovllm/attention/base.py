@@ -1,5 +1,5 @@
-"""What every attention backend is given and must do. Writing KV is apart from attending, so that one layer can
-write what many layers read."""
+"""What every attention backend is given and must do. Writing KV is apart from attending (`kernels/qkv.py`), so that
+one layer can write what many layers read."""
 
 from __future__ import annotations
 
@@ -49,17 +49,16 @@ class AttentionBackend(Protocol):
 
     default_block_size: KV block size it works best with.
     block_size_multiple: block sizes it takes are multiples of this.
+    in_cuda_graph: whether its decode waits for nothing on the host, so that a CUDA graph can hold it.
     """
 
     name: str
     default_block_size: int
     block_size_multiple: int
+    in_cuda_graph: bool
 
     def prepare(self, metadata: AttentionMetadata, num_blocks: int, block_size: int) -> None:
         """Derive once per step what all its layers need."""
-
-    def write(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, metadata: AttentionMetadata) -> None:
-        """Store [T, KV, D] keys and values at `metadata.slot_mapping`."""
 
     def attend(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> torch.Tensor:
         """Causal attention of [T, H, D] queries over their sequences' cached keys; returns [T, H, D]."""

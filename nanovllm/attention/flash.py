@@ -6,7 +6,6 @@ import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
 from nanovllm.attention.base import AttentionMetadata, KVCache
-from nanovllm.kernels.kv_cache import write_kv_ref
 
 
 class FlashAttention:
@@ -15,13 +14,10 @@ class FlashAttention:
     name = "flash"
     default_block_size = 256
     block_size_multiple = 256
+    in_cuda_graph = True
 
     def prepare(self, metadata: AttentionMetadata, num_blocks: int, block_size: int) -> None:
         """Nothing: the kernels take the metadata as it is."""
-
-    def write(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, metadata: AttentionMetadata) -> None:
-        """See `AttentionBackend.write`."""
-        write_kv_ref(k, v, cache.k, cache.v, metadata.slot_mapping)
 
     def attend(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> torch.Tensor:
         """See `AttentionBackend.attend`."""

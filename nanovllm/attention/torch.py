@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionMetadata, KVCache
-from nanovllm.kernels.kv_cache import write_kv_ref
 
 # A mask has this many query rows at most, so that a long chunk behind a long prefix stays a bounded one.
 _QUERY_ROWS = 1024
@@ -18,6 +17,7 @@ class TorchAttention:
     name = "torch"
     default_block_size = 16
     block_size_multiple = 1
+    in_cuda_graph = False
 
     def prepare(self, metadata: AttentionMetadata, num_blocks: int, block_size: int) -> None:
         """Derive the cache slots of every sequence's keys: a padded [S, L] table for decode, else a list."""
@@ -36,10 +36,6 @@ class TorchAttention:
             slots = torch.where(seen, slots, num_blocks * block_size)
             metadata.scratch["mask"] = seen[:, None, None, :]
         metadata.scratch["slots"] = slots
-
-    def write(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache, metadata: AttentionMetadata) -> None:
-        """See `AttentionBackend.write`."""
-        write_kv_ref(k, v, cache.k, cache.v, metadata.slot_mapping)
 
     def attend(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> torch.Tensor:
         """See `AttentionBackend.attend`."""

@@ -21,7 +21,8 @@ def upload(values: Seq, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 class Rows:
-    """Per-sequence state on the device, indexed by row.
+    """Per-sequence state on the device, indexed by row. One row more than asked for belongs to nobody
+    (`padding_row`): it has no context, and fills up the batch of a CUDA graph.
 
     last_token [R] int64: the token to go on from.
     context_len [R] int64: tokens with KV.
@@ -33,6 +34,8 @@ class Rows:
     def __init__(self, num_rows: int, max_blocks: int, vocab_size: int, device: torch.device) -> None:
         self.device = device
         self.vocab_size = vocab_size
+        self.padding_row = num_rows
+        num_rows += 1
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.context_len = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
@@ -61,9 +64,8 @@ class Rows:
                     self._start_counts(start)
         updates = step.block_updates
         if updates.rows:
-            rows = upload(updates.rows, torch.int64, self.device)
-            columns = upload(updates.columns, torch.int64, self.device)
-            self.block_table[rows, columns] = upload(updates.block_ids, torch.int32, self.device)
+            entries = upload([updates.rows, updates.columns, updates.block_ids], torch.int64, self.device)
+            self.block_table[entries[0], entries[1]] = entries[2].to(torch.int32)
 
     def record(self, rows: torch.Tensor, token_ids: torch.Tensor, sampling: Sampling) -> None:
         """Remember the drawn tokens ([R'] for [R'] rows); a failed row (-1) goes on from token 0 until it ends."""
@@ -108,21 +110,29 @@ class Inputs:
     attention: AttentionMetadata
 
 
-def decode_inputs(step: Step, rows: torch.Tensor, state: Rows, block_size: int) -> Inputs:
-    """One token per row, all from device state."""
+def decode_inputs(rows: torch.Tensor, state: Rows, block_size: int, seq_lens: list[int]) -> Inputs:
+    """One token per row, all from device state; `rows` may hold padding.
+
+    Args:
+        rows: [R] int64.
+        state: of all rows.
+        block_size: tokens per KV block.
+        seq_lens: tokens of each row including the new one, or a bound on them.
+    """
     positions = state.context_len[rows]
     block_table = state.block_table[rows]
+    is_padding = rows == state.padding_row
     slots = _slots(block_table, torch.arange(len(rows), device=rows.device), positions, block_size)
-    context_lens = positions + 1
+    context_lens = (positions + 1).masked_fill(is_padding, 0)
     ones = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
     attention = AttentionMetadata(
-        slot_mapping=slots,
+        slot_mapping=slots.masked_fill(is_padding, -1),
         block_table=block_table,
         cu_seqlens_q=ones,
         cu_seqlens_k=_running_sum(context_lens),
         context_lens=context_lens.to(torch.int32),
-        query_lens=[1] * len(step.decode_rows),
-        seq_lens=step.context_lens,
+        query_lens=[1] * len(seq_lens),
+        seq_lens=seq_lens,
         is_decode=True,
     )
     return Inputs(state.last_token[rows], positions, attention)

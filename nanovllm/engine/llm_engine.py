@@ -40,6 +40,7 @@ class EngineStats:
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     load_seconds: float = 0.0
+    capture_seconds: float = 0.0
 
     def copy(self) -> EngineStats:
         """The totals as they are now."""
@@ -88,6 +89,8 @@ class LLMEngine:
         num_blocks = self._size_pool(max_model_len)
         self.max_model_len = _fitting_model_len(config, max_model_len, num_blocks * self.block_size)
         self.runner.allocate(num_blocks)
+        if not config.enforce_eager:
+            self.stats.capture_seconds = self.runner.capture(show_progress=logger.isEnabledFor(logging.INFO))
         block_manager = BlockManager(num_blocks, self.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(config.max_num_seqs, config.max_num_batched_tokens, block_manager)
         self._in_flight: tuple[Step, PendingResult] | None = None

@@ -10,6 +10,7 @@ from nanovllm import platform
 from nanovllm.attention.base import AttentionBackend, KVCache
 from nanovllm.context import ForwardContext, forward_context
 from nanovllm.engine.batch import Inputs, Rows, decode_inputs, prefill_inputs, upload
+from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.step import Logprobs, PrefillChunk, Sampling, Step, StepResult
 from nanovllm.kernels import sampling as ops
 from nanovllm.models.decoder import CausalDecoder
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Rows of float32 logits that exist at once when a prompt is scored, however long it is.
 _SCORE_ROWS = 256
+_PLAIN = Sampling(greedy=False, filtered=False, penalized=[], biases=[], num_logprobs=-1)
 
 
 class PendingResult:
@@ -75,7 +77,9 @@ class ModelRunner:
         self.block_size = block_size
         self.specs = model.cache_specs(dtype.itemsize)
         self.bytes_per_block = sum(spec.bytes_per_block(block_size) for spec in self.specs)
+        self.max_model_len = max_model_len
         self.num_blocks = 0
+        self.graphs: DecodeGraphs | None = None
         self.caches: list[KVCache] = []
         max_blocks = -(-max_model_len // block_size)
         self.rows = Rows(max_num_seqs, max_blocks, model.config.vocab_size, device)
@@ -117,8 +121,21 @@ class ModelRunner:
             return self._prefill(step.chunks, step.sampling)
         return self._decode(step)
 
+    @torch.inference_mode()
+    def capture(self, show_progress: bool) -> float:
+        """Capture the decode step as CUDA graphs, where device and backend allow it; returns the seconds it took."""
+        if self.device.type != "cuda" or not self.backend.in_cuda_graph:
+            return 0.0
+        max_num_seqs = self.rows.padding_row
+        self._logits = torch.empty(max_num_seqs, self.model.config.vocab_size, dtype=self.dtype, device=self.device)
+        graphs = DecodeGraphs(self._decode_plain, max_num_seqs, self.rows.padding_row, self.device)
+        seconds = graphs.capture(show_progress)
+        self.graphs = graphs
+        return seconds
+
     def exit(self) -> None:
         """Let go of all memory on the device; a second time does nothing."""
+        self.graphs = self._logits = None
         self.model = self.caches = self.rows = None
         platform.empty_cache(self.device)
 
@@ -128,11 +145,31 @@ class ModelRunner:
             return self.model(inputs.token_ids, inputs.positions, self.caches)
 
     def _decode(self, step: Step) -> PendingResult:
-        rows = upload(step.decode_rows, torch.int64, self.device)
-        hidden = self._forward(decode_inputs(step, rows, self.rows, self.block_size))
-        self.rows.context_len[rows] += 1
-        token_ids, logprobs = self._sample(self.model.compute_logits(hidden), rows, step.sampling)
+        if self.graphs is not None:
+            rows, token_ids = self.graphs.replay(step.decode_rows)
+            logits = self._logits[: len(rows)]
+        else:
+            rows = upload(step.decode_rows, torch.int64, self.device)
+            logits = self._decode_logits(rows, step.context_lens)
+            token_ids = None
+        if token_ids is not None and step.sampling.is_plain:
+            return PendingResult(token_ids, None, [], self.device)
+        token_ids, logprobs = self._sample(logits, rows, step.sampling)
         return PendingResult(token_ids, logprobs, [], self.device)
+
+    def _decode_logits(self, rows: torch.Tensor, seq_lens: list[int]) -> torch.Tensor:
+        """Compute one token of each row and move its context on; returns the logits of the next, [R, V]."""
+        inputs = decode_inputs(rows, self.rows, self.block_size, seq_lens)
+        hidden = self._forward(inputs)
+        self.rows.context_len[rows] = inputs.attention.context_lens.to(torch.int64)
+        return self.model.compute_logits(hidden)
+
+    def _decode_plain(self, rows: torch.Tensor) -> torch.Tensor:
+        """What a CUDA graph holds: a whole decode step, its tokens drawn by temperature alone. The logits are kept
+        for steps that draw otherwise."""
+        logits = self._decode_logits(rows, [self.max_model_len] * len(rows))
+        self._logits[: len(rows)] = logits
+        return self._sample(logits, rows, _PLAIN)[0]
 
     def _prefill(self, chunks: list[PrefillChunk], sampling: Sampling | None) -> PendingResult:
         rows = upload([chunk.row for chunk in chunks], torch.int64, self.device)
@@ -152,25 +189,24 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
         """Draw a token for each of `rows` from its [R, V] logits and remember it; with its log probabilities if
         any row wants them."""
-        raw = logits.float()
-        logits = raw.clone() if sampling.biases or sampling.penalized else raw
+        raw = logits
+        if sampling.biases or sampling.penalized:
+            logits = raw.to(torch.float32, copy=True)
         for position, ids, values in sampling.biases:
             at = upload(ids, torch.int64, self.device)
             logits[position, at] += upload(values, torch.float32, self.device)
+        state = self.rows
         if sampling.penalized:
-            self.rows.penalize(logits, rows, sampling.penalized)
+            state.penalize(logits, rows, sampling.penalized)
         if sampling.greedy:
-            token_ids = ops.greedy_ref(logits)
+            token_ids = ops.greedy(logits)
         else:
-            state = self.rows
-            filters = (state.top_k[rows], state.top_p[rows], state.min_p[rows]) if sampling.filtered else None
-            token_ids = ops.sample_ref(
-                logits, state.temperature[rows], state.seed[rows], state.context_len[rows], filters
-            )
-        self.rows.record(rows, token_ids, sampling)
+            filters = (state.top_k, state.top_p, state.min_p) if sampling.filtered else None
+            token_ids = ops.sample(logits, rows, state.temperature, state.seed, state.context_len, filters)
+        state.record(rows, token_ids, sampling)
         if sampling.num_logprobs < 0:
             return token_ids, None
-        return token_ids, ops.token_logprobs_ref(raw, token_ids, sampling.num_logprobs)
+        return token_ids, ops.token_logprobs(raw, token_ids, sampling.num_logprobs)
 
     def _score(self, hidden: torch.Tensor, chunks: list[PrefillChunk]) -> list[tuple[torch.Tensor, ...]]:
         """Log probabilities of the chunks' targets, a few rows of logits at a time."""
@@ -182,7 +218,7 @@ class ModelRunner:
                 rows = hidden[start : start + len(chunk.score_targets)]
                 targets = upload(chunk.score_targets, torch.int64, self.device)
                 pieces = [
-                    ops.token_logprobs_ref(self.model.compute_logits(h).float(), t, chunk.num_score_logprobs)
+                    ops.token_logprobs(self.model.compute_logits(h), t, chunk.num_score_logprobs)
                     for h, t in zip(rows.split(_SCORE_ROWS), targets.split(_SCORE_ROWS), strict=True)
                 ]
                 scores.append(tuple(torch.cat(parts) for parts in zip(*pieces, strict=True)))

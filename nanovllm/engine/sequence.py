@@ -94,6 +94,11 @@ class Sequence:
         """Whether a further token may be drawn, counting those not read yet."""
         return self.num_tokens - self.num_prompt_tokens < self.max_tokens
 
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token the host read."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
     def record_token(self, token_id: int) -> None:
         """Append a token the host has read."""
         if self.first_token_time is None:

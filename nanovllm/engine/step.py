@@ -74,6 +74,11 @@ class Sampling:
     biases: list[tuple[int, list[int], list[float]]]
     num_logprobs: int
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rows' temperatures say all."""
+        return not (self.filtered or self.penalized or self.biases) and self.num_logprobs < 0
+
 
 @dataclass(slots=True)
 class Step:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from nanovllm.kernels.choice import twin
+
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dimension, computed in float32; `x` is left as it was.
@@ -27,3 +29,18 @@ def add_rms_norm_ref(
     """RMSNorm of x + residual, and the sum itself as the next residual; shapes as in `rms_norm_ref`."""
     residual = x + residual
     return rms_norm_ref(residual, weight, eps), residual
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm_ref`, by a kernel where there is one."""
+    kernel = twin("layernorm") if x.is_cuda else None
+    return rms_norm_ref(x, weight, eps) if kernel is None else kernel.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`add_rms_norm_ref`, by a kernel where there is one; both inputs are left as they were."""
+    kernel = twin("layernorm") if x.is_cuda else None
+    run = add_rms_norm_ref if kernel is None else kernel.add_rms_norm
+    return run(x, residual, weight, eps)

@@ -1,9 +1,9 @@
-"""Decode attention over a paged cache: Flash-Decoding (split keys, then combine) with the online softmax of
+"""Decode attention over a paged cache: Flash-Decoding (split the keys, then combine) with the online softmax of
 FlashAttention-2 (arXiv 2307.08691). See paged_attention.py for the contract.
 
 A program takes one KV head of one sequence and one split of its keys. The query heads that share the KV head are the
-rows of one tile, so keys and values are read once: 4 * D bytes (16-bit) a key for 4 * D * GROUP FLOP. At 2 to 8 FLOP
-a byte only bandwidth counts; that a tensor core tile has 16 rows at least, most of them padding, costs nothing.
+rows of one tile, so that keys and values are read once: 4 * D bytes a key (16-bit) for 4 * D * GROUP FLOP. At GROUP
+FLOP a byte only bandwidth counts; that a tensor core wants 16 rows, most of them padding here, costs nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import triton.language as tl
 
 _LOG2_E = 1.4426950408889634
 
-# Programs per multiprocessor to aim for: at two to three resident ones this is a wave and a half, enough to even out
-# sequences of unequal length. More splits than that only add partial results.
+# Programs to aim for on each multiprocessor. Two or three fit at once; the rest evens out sequences of unequal length.
+# Beyond that more splits only write more partial results.
 _PROGRAMS_PER_SM = 4
-# A split gets no fewer key tiles than this: below, starting the pipeline costs more than the split gains.
+# A split has at least as many key tiles: with fewer, filling the pipeline takes longer than the split saves.
 _MIN_TILES = 2
 _MAX_SPLITS = 128
+# Query heads of one program. Larger groups take several programs, the second of which finds the keys in L2.
+_MAX_HEADS = 32
 
 
 class DecodeConfig(NamedTuple):
-    """block_n: keys a tile; the rest as Triton calls them."""
+    """block_n: keys of a tile; the rest as Triton calls it."""
 
     block_n: int
     num_warps: int
@@ -36,31 +38,39 @@ class DecodeConfig(NamedTuple):
 def decode_config(capability: tuple[int, int], head_dim: int) -> DecodeConfig:
     """Tile and pipeline for a chip.
 
-    Little's law sets the depth. An H200 brings 4.2 TB/s with about 0.8 us latency, so 3.4 MB must be on their way,
-    25 KB per multiprocessor. A tile of 64 keys of 128 is 16 KB of K and as much of V; with three stages two of each
-    are on their way, 64 KB of 227 KB, and three such programs fit a multiprocessor. An A10 needs 0.6 TB/s * 0.7 us
-    / 72 = 6 KB and has 99 KiB: the same 64 KB give one program, 32 keys give three, which hide each other's softmax.
+    By Little's law an H200 (4.2 TB/s, about 0.8 us to memory) has to have 3.4 MB on their way, 25 KB for each of 132
+    multiprocessors. 64 keys of 128 are 16 KB of K and 16 KB of V; three stages hold two such tiles, 70 KB of the
+    228 KB there are: three programs fit, and while one waits at a barrier the others' loads go on. An A10 (0.6 TB/s,
+    72 multiprocessors, 99 KB for a program, 100 KB for all) needs 6 KB: with 32 keys two programs fit, with 64 one.
     """
-    padded = triton.next_power_of_2(head_dim)
-    roomy = capability[0] in (9, 10) or capability == (8, 0)
-    block_n = min(64, (8192 if roomy else 4096) // padded)
-    return DecodeConfig(block_n, num_warps=4, num_stages=3)
+    roomy = capability == (8, 0) or capability[0] in (9, 10)
+    block_n = (8192 if roomy else 4096) // triton.next_power_of_2(head_dim)
+    return DecodeConfig(min(64, block_n), num_warps=4, num_stages=3)
+
+
+def num_splits(num_programs: int, max_keys: int, multiprocessors: int, block_n: int) -> int:
+    """Splits of each sequence, from what the host knows: enough programs to fill the device at any batch size, one
+    split where sequences and heads alone do. It is an argument at run time: one kernel serves every batch size."""
+    return max(
+        1, min(_PROGRAMS_PER_SM * multiprocessors // num_programs, max_keys // (_MIN_TILES * block_n), _MAX_SPLITS)
+    )
 
 
 @triton.jit
-def _live_tiles(context, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First key tile that a decode query sees, and how many there are."""
+def _live_splits(context, window, HAS_WINDOW: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First key tile that the query sees, how many there are, and how many splits they are worth."""
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(context - window, 0) // BLOCK_N
-    return first, tl.cdiv(context, BLOCK_N) - first
+    tiles = tl.cdiv(context, BLOCK_N) - first
+    return first, tiles, tl.cdiv(tiles, MIN_TILES)
 
 
 @triton.jit
 def _block_ids(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Block of each key of the tile at `start`: one id where a block holds whole tiles, else [BLOCK_N, 1] ids.
-    Nothing is read past `end`."""
-    if BLOCK_N <= BLOCK_SIZE:
+    The table is not read past `end`."""
+    if BLOCK_SIZE % BLOCK_N == 0:
         return tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end, other=0)
     else:
         keys = start + tl.arange(0, BLOCK_N)[:, None]
@@ -81,68 +91,210 @@ def _decode_kernel(
     table_stride,
     q_stride,
     block_stride,
-    token_stride,
     head_stride,
+    TOKEN_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One split of the keys of one KV head of one sequence; grid (KV, NUM_SPLITS, S).
+    """One split of the keys for BLOCK_H heads of a group; grid (KV * tiles of a group, splits, S).
 
-    q_ptr: [S, H, D] with a stride between sequences. out_ptr: [S, H, NUM_SPLITS, D], float32 unless NUM_SPLITS is 1.
-    lse_ptr: [S, H, NUM_SPLITS] float32, log2 of the sum of exponentials.
+    q_ptr: [S, H, D], rows of D in order. out_ptr: [S, H, D], with SPLIT [S, H, splits, D] float32.
+    lse_ptr: [S, H, splits] float32, log2 of the sum of exponentials; untouched without SPLIT.
     """
-    kv_head, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    HEAD_TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    kv_head, head_tile = tl.program_id(0) // HEAD_TILES, tl.program_id(0) % HEAD_TILES
+    split, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
     context = tl.load(context_ptr + seq)
-    first, tiles = _live_tiles(context, window, HAS_WINDOW, BLOCK_N)
-    splits = tl.minimum(NUM_SPLITS, tl.cdiv(tiles, MIN_TILES))
-    if (NUM_SPLITS > 1) & (split >= splits):
+    first, tiles, splits = _live_splits(context, window, HAS_WINDOW, MIN_TILES, BLOCK_N)
+    # The grid is fixed, perhaps in a graph; how a sequence is cut is decided here, by its length: into equal parts,
+    # and into fewer than there are programs where it is short.
+    splits = tl.minimum(splits, tl.num_programs(1))
+    if SPLIT and split >= splits:
         return
     splits = tl.maximum(splits, 1)
     begin = (first + tiles * split // splits) * BLOCK_N
     end = tl.minimum((first + tiles * (split + 1) // splits) * BLOCK_N, context)
 
-    heads = tl.arange(0, BLOCK_H)[:, None]
+    in_group = head_tile * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    heads = kv_head * GROUP + in_group
     dims = tl.arange(0, BLOCK_D)[None, :]
-    rows = kv_head * GROUP + heads
-    mask_q = (heads < GROUP) & (dims < HEAD_DIM)
-    q = tl.load(q_ptr + seq.to(tl.int64) * q_stride + rows * HEAD_DIM + dims, mask=mask_q, other=0.0)
+    mask_q = (in_group < GROUP) & (dims < HEAD_DIM)
+    q = tl.load(q_ptr + seq * q_stride + heads * HEAD_DIM + dims, mask=mask_q, other=0.0)
 
     keys = tl.arange(0, BLOCK_N)[:, None]
-    table_ptr += seq.to(tl.int64) * table_stride
+    table_ptr += seq * table_stride
     k_ptr += kv_head * head_stride
     v_ptr += kv_head * head_stride
+    # Finite, so that a tile without any visible key gives exp2(-inf - top) = 0 and not NaN.
     top = tl.full([BLOCK_H], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     ids = _block_ids(table_ptr, begin, end, BLOCK_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
-        offsets = ids.to(tl.int64) * block_stride + (start + keys) % BLOCK_SIZE * token_stride + dims
+        if BLOCK_SIZE % BLOCK_N == 0:
+            tile = ids.to(tl.int64) * block_stride + start % BLOCK_SIZE * TOKEN_STRIDE
+            offsets = keys * TOKEN_STRIDE + dims
+        else:
+            tile = ids.to(tl.int64) * block_stride + (start + keys) % BLOCK_SIZE * TOKEN_STRIDE
+            offsets = dims
+        # One tile ahead, and carried by the loop: were it loaded where it is used, the pipeline would spend half
+        # of its stages on this load.
+        ids = _block_ids(table_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         live = start + keys < end
         if HAS_WINDOW:
             live &= start + keys >= context - window
-        mask = live if HEAD_DIM == BLOCK_D else live & (dims < HEAD_DIM)
-        k = tl.load(k_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
-        v = tl.load(v_ptr + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
-        ids = _block_ids(table_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        scores = tl.dot(q, tl.trans(k)) * scale_log2
-        scores = tl.where(tl.trans(live), scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new_top[:, None])
+        # Zeros for what is not live: 0 * NaN is NaN, so a probability of 0 does not hide what lies there.
+        mask = live & (dims < HEAD_DIM)
+        k = tl.load(k_ptr + tile + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+        v = tl.load(v_ptr + tile + offsets, mask=mask, other=0.0, eviction_policy="evict_first")
+        scores = tl.where(tl.trans(live), tl.dot(q, tl.trans(k)), float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+        p = tl.exp2(scores * scale_log2 - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(p, 1)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
         top = new_top
 
-    acc = acc / tl.maximum(total, 1e-30)[:, None]
-    rows = (seq.to(tl.int64) * tl.num_programs(0) * GROUP + rows) * NUM_SPLITS + split
+    acc = acc / tl.maximum(total, 1.0e-30)[:, None]
+    rows = (seq * (tl.num_programs(0) // HEAD_TILES * GROUP) + heads) * tl.num_programs(1) + split
     tl.store(out_ptr + rows * HEAD_DIM + dims, acc.to(out_ptr.dtype.element_ty), mask=mask_q)
-    if NUM_SPLITS > 1:
-        lse = (top + tl.log2(total))[:, None]
-        tl.store(lse_ptr + rows, lse, mask=heads < GROUP)
+    if SPLIT:
+        tl.store(lse_ptr + rows, (top + tl.log2(total))[:, None], mask=in_group < GROUP)
+
+
+@triton.jit(do_not_specialize=["window", "num_splits"])
+def _combine_kernel(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    context_ptr,
+    window,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Mean of the splits that had keys, weighted by their sums; grid (H, S). A program reads 4 * D + 8 bytes a split
+    and writes D numbers.
+
+    All splits are loaded, live or not, so that no load waits for the context length: at small batches this kernel is
+    latency alone, and there are never more splits than a few for each multiprocessor.
+    """
+    seq = tl.program_id(1).to(tl.int64)
+    row = seq * tl.num_programs(0) + tl.program_id(0)
+    part_ptr += row * num_splits * HEAD_DIM
+    lse_ptr += row * num_splits
+    every = tl.arange(0, MAX_SPLITS)
+    all_lse = tl.load(lse_ptr + every, mask=every < num_splits, other=float("-inf"))
+    _, _, splits = _live_splits(tl.load(context_ptr + seq), window, HAS_WINDOW, MIN_TILES, BLOCK_N)
+    all_lse = tl.where(every < splits, all_lse, float("-inf"))
+    top = tl.maximum(tl.max(all_lse, 0), -1.0e30)
+    total = tl.sum(tl.exp2(all_lse - top), 0)
+
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, num_splits, CHUNK):
+        index = start + tl.arange(0, CHUNK)[:, None]
+        there = index < num_splits
+        part = tl.load(part_ptr + index * HEAD_DIM + dims, mask=there & (dims < HEAD_DIM), other=0.0)
+        lse = tl.load(lse_ptr + index, mask=there, other=float("-inf"))
+        weight = tl.exp2(tl.where(index < splits, lse, float("-inf")) - top)
+        acc += tl.sum(tl.where(index < splits, part, 0.0) * weight, 0)
+    acc = acc / tl.maximum(total, 1.0e-30)
+    dims = tl.arange(0, BLOCK_D)
+    tl.store(out_ptr + row * HEAD_DIM + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@functools.lru_cache
+def _device(index: int | None) -> tuple[tuple[int, int], int]:
+    """Capability and multiprocessors; of an imaginary small chip under the interpreter, which runs on the CPU."""
+    if index is None:
+        return (8, 0), 4
+    properties = torch.cuda.get_device_properties(index)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_seqlen_k: int,
+    scale: float,
+    window: int | None = None,
+    splits: int | None = None,
+    config: DecodeConfig | None = None,
+) -> torch.Tensor:
+    """See `paged_attention.decode_attention`. `splits` (up to 128) and `config` are for measurements."""
+    num_seqs, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    capability, multiprocessors = _device(q.device.index)
+    config = config or decode_config(capability, head_dim)
+    group = num_heads // num_kv_heads
+    block_h = min(max(triton.next_power_of_2(group), 16), _MAX_HEADS)
+    programs = num_kv_heads * triton.cdiv(group, block_h)
+    if splits is None:
+        max_keys = max_seqlen_k if window is None else min(max_seqlen_k, window)
+        splits = num_splits(programs * num_seqs, max_keys, multiprocessors, config.block_n)
+
+    out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    part, lse = out, out
+    if splits > 1:
+        part = torch.empty((num_seqs, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((num_seqs, num_heads, splits), dtype=torch.float32, device=q.device)
+    shared = {
+        "HEAD_DIM": head_dim,
+        "HAS_WINDOW": window is not None,
+        "MIN_TILES": _MIN_TILES,
+        "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
+        "BLOCK_N": config.block_n,
+    }
+    _decode_kernel[(programs, splits, num_seqs)](
+        q,
+        k_cache,
+        v_cache,
+        part,
+        lse,
+        block_table,
+        context_lens,
+        scale * _LOG2_E,
+        window or 0,
+        block_table.stride(0),
+        q.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(2),
+        TOKEN_STRIDE=k_cache.stride(1),
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        SPLIT=splits > 1,
+        BLOCK_H=block_h,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **shared,
+    )
+    if splits > 1:
+        _combine_kernel[(num_heads, num_seqs)](
+            part,
+            lse,
+            out,
+            context_lens,
+            window or 0,
+            splits,
+            MAX_SPLITS=_MAX_SPLITS,
+            CHUNK=4096 // shared["BLOCK_D"],
+            num_warps=4,
+            **shared,
+        )
+    return out

@@ -1,5 +1,10 @@
-"""Prefill attention over a paged cache: FlashAttention-2 (arXiv 2307.08691) for sequences of unequal length that may
-have a cached prefix. See paged_attention.py for the contract.
+"""Prefill attention over a paged cache: FlashAttention-2 (arXiv 2307.08691) for sequences of unequal length whose
+first keys may have been computed before. See paged_attention.py for the contract.
+
+A program takes BLOCK_M rows of one KV head, a row being a (token, head of the group) pair in this order: a short query
+still fills a tile, and the part of a diagonal tile that is computed for nothing shrinks by the group size. Work is
+4 * D FLOP for each visible (row, key) pair; a program reads 4 * D bytes a key (16-bit) for 4 * D * BLOCK_M FLOP, 128
+FLOP a byte with 128 rows, most of it from L2, as the programs of a head run side by side.
 """
 
 from __future__ import annotations
@@ -23,10 +28,33 @@ class PrefillConfig(NamedTuple):
     num_stages: int
 
 
+def prefill_config(capability: tuple[int, int], head_dim: int, windowed: bool) -> PrefillConfig:
+    """Tile and pipeline for a chip; sizes are for a head of 128, numbers of registers as compiled by triton 3.9.
+
+    sm_90 and sm_100 (227 KiB a program): 128 x 128 tiles with two warpgroups take 160 KB and all 255 registers
+    without a spill, and rescale the accumulator half as often as 128 x 64. With a window, two loops with masks push
+    that over the edge, and tiles cut by a window's edge cost more: 64 keys there, in three stages.
+    Chips with mma.sync want BLOCK_M >= D: then every warp owns whole rows, and the softmax needs no shared memory.
+    Eight warps hold 128 x 64 in 213 registers; four would spill. sm_80 has 163 KiB, three stages take 96 KiB. An A10
+    (sm_86, 125 TFLOP/s, 600 GB/s) and sm_89, sm_120 have 99 KiB: two stages take 64 KiB, as 128 FLOP a byte need
+    1 TB/s at most, a fraction of what their L2 gives, so deep prefetch buys nothing.
+    A head of 256 doubles all of it: fewer keys, and fewer rows where registers or shared memory force it.
+    """
+    wide = triton.next_power_of_2(head_dim) > 128
+    if capability[0] in (9, 10):
+        if windowed or wide:
+            return PrefillConfig(128, 64, num_warps=8, num_stages=2 if wide else 3)
+        return PrefillConfig(128, 128, num_warps=8, num_stages=2)
+    roomy = capability == (8, 0)
+    if wide:
+        return PrefillConfig(64, 64 if roomy else 32, num_warps=8, num_stages=2)
+    return PrefillConfig(128, 64, num_warps=8, num_stages=3 if roomy or head_dim <= 64 else 2)
+
+
 @triton.jit
 def _block_ids(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Block of each key of the tile at `start`: one id where a block holds whole tiles, else [BLOCK_N, 1] ids.
-    Nothing is read past `end`."""
+    The table is not read past `end`."""
     if BLOCK_SIZE % BLOCK_N == 0:
         return tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end, other=0)
     else:
@@ -80,15 +108,15 @@ def _attend_tiles(
         else:
             k = tl.load(k_ptr + tile + offsets)
             v = tl.load(v_ptr + tile + offsets)
-        scores = tl.dot(q, tl.trans(k)) * scale_log2
+        scores = tl.dot(q, tl.trans(k))
         if MASKED:
             columns = start + tl.arange(0, BLOCK_N)[None, :]
             seen = columns <= positions
             if HAS_WINDOW:
                 seen &= columns > positions - window
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new_top[:, None])
+        new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
+        p = tl.exp2(scores * scale_log2 - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
@@ -131,8 +159,6 @@ def _prefill_kernel(
     if tile < 0:
         return
     context = tl.load(context_ptr + seq)
-    if context == 0:
-        return
     cached = context - num_rows // GROUP
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     tokens = rows // GROUP
@@ -160,78 +186,90 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if HAS_WINDOW:
-        full_begin = tl.minimum(full_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
+        full_begin = tl.minimum(full_begin, end)
         full_end = tl.maximum(full_end, full_begin)
-        acc, top, total = _attend_tiles(
-            acc,
-            top,
-            total,
-            q,
-            positions,
-            k_ptr,
-            v_ptr,
-            table_ptr,
-            begin,
-            tl.minimum(full_begin, end),
-            scale_log2,
-            window,
-            first_key,
-            block_stride,
-            TOKEN_STRIDE,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            HAS_WINDOW,
-            BLOCK_D,
-            BLOCK_N,
-            True,
-        )
-    acc, top, total = _attend_tiles(
-        acc,
-        top,
-        total,
-        q,
-        positions,
-        k_ptr,
-        v_ptr,
-        table_ptr,
-        full_begin,
-        full_end,
-        scale_log2,
-        window,
-        first_key,
-        block_stride,
-        TOKEN_STRIDE,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        HAS_WINDOW,
-        BLOCK_D,
-        BLOCK_N,
-        False,
-    )
-    acc, top, total = _attend_tiles(
-        acc,
-        top,
-        total,
-        q,
-        positions,
-        k_ptr,
-        v_ptr,
-        table_ptr,
-        full_end,
-        end,
-        scale_log2,
-        window,
-        first_key,
-        block_stride,
-        TOKEN_STRIDE,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        HAS_WINDOW,
-        BLOCK_D,
-        BLOCK_N,
-        True,
-    )
-    acc = acc / total[:, None]
+    for part in tl.static_range(3):
+        if part > 0 or HAS_WINDOW:
+            part_begin = begin if part == 0 else (full_begin if part == 1 else full_end)
+            part_end = full_begin if part == 0 else (full_end if part == 1 else end)
+            acc, top, total = _attend_tiles(
+                acc,
+                top,
+                total,
+                q,
+                positions,
+                k_ptr,
+                v_ptr,
+                table_ptr,
+                part_begin,
+                part_end,
+                scale_log2,
+                window,
+                first_key,
+                block_stride,
+                TOKEN_STRIDE,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                HAS_WINDOW,
+                BLOCK_D,
+                BLOCK_N,
+                part != 1,
+            )
+    acc = acc / tl.maximum(total, 1e-30)[:, None]
     tl.store(
         out_ptr + (q_start + tokens).to(tl.int64) * out_stride + columns, acc.to(out_ptr.dtype.element_ty), mask=mask_q
     )
+
+
+@functools.lru_cache
+def _capability(index: int | None) -> tuple[int, int]:
+    """Of a device; of an imaginary chip under the interpreter, which runs on the CPU."""
+    return (8, 0) if index is None else torch.cuda.get_device_capability(index)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_seqlen_q: int,
+    scale: float,
+    window: int | None = None,
+    config: PrefillConfig | None = None,
+) -> torch.Tensor:
+    """See `paged_attention.prefill_attention`. `config` is for measurements."""
+    num_tokens, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    config = config or prefill_config(_capability(q.device.index), head_dim, window is not None)
+    group = num_heads // num_kv_heads
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    grid = (triton.cdiv(max_seqlen_q * group, config.block_m), num_kv_heads, len(context_lens))
+    _prefill_kernel[grid](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        block_table,
+        cu_seqlens_q,
+        context_lens,
+        scale * _LOG2_E,
+        window or 0,
+        block_table.stride(0),
+        q.stride(0),
+        out.stride(0),
+        k_cache.stride(0),
+        k_cache.stride(2),
+        TOKEN_STRIDE=k_cache.stride(1),
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        HAS_WINDOW=window is not None,
+        BLOCK_M=config.block_m,
+        BLOCK_D=max(triton.next_power_of_2(head_dim), 16),
+        BLOCK_N=config.block_n,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return out

@@ -3,7 +3,11 @@ depend on who else is in the batch, on the batch's order, or on whether it was p
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
+
+from nanovllm.kernels.choice import twin
 
 _GREEDY = 1e-5
 
@@ -42,6 +46,8 @@ def filter_logits_ref(
 ) -> torch.Tensor:
     """Set the logits of dropped tokens to -inf: min-p first, then top-k, then top-p of what is left.
 
+    Of equal logits, where only some can stay, those with the smaller ids do; so top_k = 1 is greedy.
+
     Args:
         logits: [R, V] float32, already divided by the temperature.
         top_k: [R] int, <= 0 keeps all.
@@ -52,7 +58,7 @@ def filter_logits_ref(
     """
     vocab_size = logits.shape[-1]
     floor = logits.amax(-1, keepdim=True) + torch.log(min_p)[:, None]
-    ordered, order = logits.masked_fill(logits < floor, -torch.inf).sort(-1, descending=True)
+    ordered, order = logits.masked_fill(logits < floor, -torch.inf).sort(-1, descending=True, stable=True)
     keep_k = torch.where(top_k <= 0, vocab_size, top_k)[:, None]
     rank = torch.arange(vocab_size, device=logits.device)[None]
     ordered = ordered.masked_fill(rank >= keep_k, -torch.inf)
@@ -138,3 +144,63 @@ def token_logprobs_ref(
     chosen = logits.gather(-1, token_ids.clamp_min(0)[:, None]) - normaliser
     top, top_ids = logits.topk(num_top, dim=-1)
     return chosen[:, 0], top_ids, top - normaliser
+
+
+def sample(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """`sample_ref` with each row's parameters looked up on the device, by kernels where there are some.
+
+    Nothing is read back and no shape depends on a value, so a CUDA graph can hold it.
+
+    Args:
+        logits: [R, V], any float dtype; rows may lie apart. Read as they are: no float32 copy is made.
+        rows: [R] int64, where in the [N] vectors below a row's parameters are; negative for padding, whose token
+            means nothing.
+        temperature: [N] float32.
+        seed, position: [N] int64, contiguous.
+        filters: (top_k [N] int32, top_p [N] float32, min_p [N] float32), or None where no row filters.
+
+    Returns:
+        [R] int64; -1 for a row whose logits are not finite.
+    """
+    twins = _twins() if logits.is_cuda and len(rows) else None
+    if twins is None:
+        rows = rows.clamp_min(0)
+        own = None if filters is None else (filters[0][rows], filters[1][rows], filters[2][rows])
+        return sample_ref(logits.float(), temperature[rows], seed[rows], position[rows], own)
+    race, thresholds, _ = twins
+    if filters is None:
+        stats, bounds = race.block_stats(logits, None, None, False), None
+    else:
+        stats = race.block_stats(logits, rows, temperature, True)
+        bounds = thresholds.thresholds(logits, stats, rows, temperature, *filters)
+    return race.draw(logits, stats, bounds, rows, temperature, seed, position)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """`greedy_ref` of [R, V] logits of any float dtype, by kernels where there are some; the first of equals."""
+    twins = _twins() if logits.is_cuda and len(logits) else None
+    return greedy_ref(logits) if twins is None else twins[0].greedy(logits)
+
+
+def token_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`token_logprobs_ref` of logits of any float dtype, by kernels where there are some; NaN for a row whose logits
+    are not finite."""
+    twins = _twins() if logits.is_cuda and len(logits) else None
+    if twins is None:
+        return token_logprobs_ref(logits.float(), token_ids, num_top)
+    return twins[2].token_logprobs(logits, twins[0].block_stats(logits, None, None, True), token_ids, num_top)
+
+
+def _twins() -> tuple[ModuleType, ModuleType, ModuleType] | None:
+    if twin("sampling") is None:
+        return None
+    return twin("sampling"), twin("sampling_filter"), twin("logprobs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.kernels.activation import silu_and_mul_ref
+from nanovllm.kernels.activation import silu_and_mul
 
 
 class SiluAndMul(nn.Module):
@@ -13,4 +13,4 @@ class SiluAndMul(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply it."""
-        return silu_and_mul_ref(x)
+        return silu_and_mul(x)

@@ -7,6 +7,9 @@ from torch import nn
 
 from nanovllm.attention.base import KVCache
 from nanovllm.context import get_context
+from nanovllm.kernels.qkv import split_norm_rotate_write
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import Rotary
 
 
 class Attention(nn.Module):
@@ -19,10 +22,29 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, cache: KVCache) -> None:
-        """Store this step's keys and values, each [T, num_kv_heads, head_dim]."""
-        context = get_context()
-        context.backend.write(k, v, cache, context.attention)
+    def write(
+        self, qkv: torch.Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None, rotary: Rotary, cache: KVCache
+    ) -> torch.Tensor:
+        """Store this step's keys and values; queries and keys are normalised (if there are norms) and rotated.
+
+        Args:
+            qkv: [T, (num_heads + 2 num_kv_heads) * head_dim].
+
+        Returns:
+            the queries, [T, num_heads, head_dim].
+        """
+        return split_norm_rotate_write(
+            qkv,
+            self.num_heads,
+            self.num_kv_heads,
+            q_norm.weight if q_norm is not None else None,
+            k_norm.weight if k_norm is not None else None,
+            q_norm.eps if q_norm is not None else 0.0,
+            *rotary,
+            cache.k,
+            cache.v,
+            get_context().attention.slot_mapping,
+        )
 
     def forward(self, q: torch.Tensor, cache: KVCache) -> torch.Tensor:
         """Attend [T, num_heads, head_dim] queries over `cache`; returns [T, num_heads * head_dim]."""

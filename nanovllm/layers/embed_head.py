@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.linear import linear
+
 
 class Embedding(nn.Module):
     """Rows of a [vocab_size, dim] matrix; `logits` uses the same matrix where head and embedding are tied."""
@@ -20,4 +22,4 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, dim] to [R, vocab_size]."""
-        return F.linear(hidden, self.weight)
+        return linear(hidden, self.weight, None)

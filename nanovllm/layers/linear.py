@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from nanovllm.kernels.linear import linear
 
 
 class Linear(nn.Module):
@@ -34,4 +35,4 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., sum of parts]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.rotary import rotary_ref
-
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class Rotary(NamedTuple):
+    """Tables [P, D] of cos and sin (the first half of the sines negated), and which of their rows a step's T tokens
+    take: positions [T] int64."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    positions: torch.Tensor
 
 
 class RotaryEmbedding(nn.Module):
@@ -30,14 +38,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos", torch.cat((cos, cos), -1).to(dtype), persistent=False)
         self.register_buffer("sin", torch.cat((-sin, sin), -1).to(dtype), persistent=False)
 
-    def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of [T] positions, each [T, 1, D]; looked up once per step, not once per layer."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-
-    @staticmethod
-    def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Rotate [T, H, D] by the tables of its tokens."""
-        return rotary_ref(x, *tables)
+    def at(self, positions: torch.Tensor) -> Rotary:
+        """The tables together with the [T] int64 positions of a step's tokens."""
+        return Rotary(self.cos, self.sin, positions)
 
 
 def _inverse_frequencies(head_dim: int, rope: dict) -> tuple[torch.Tensor, float]:

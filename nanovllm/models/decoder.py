@@ -14,7 +14,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import Embedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding
 from nanovllm.models.config import ModelConfig
 
 
@@ -41,14 +41,8 @@ class SelfAttention(nn.Module):
         self.attn = Attention(heads, kv_heads, dim)
         self.o_proj = Linear(heads * dim, {"o_proj": config.hidden_size}, options.o_bias)
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], cache: KVCache) -> torch.Tensor:
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.attn.head_dim))  # [T, H + 2 KV, D]
-        heads, kv_heads = self.attn.num_heads, self.attn.num_kv_heads
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = RotaryEmbedding.rotate(q, rotary), RotaryEmbedding.rotate(k, rotary)
-        self.attn.write(k, v, cache)
+    def forward(self, x: torch.Tensor, rotary: Rotary, cache: KVCache) -> torch.Tensor:
+        q = self.attn.write(self.qkv_proj(x), self.q_norm, self.k_norm, rotary, cache)
         return self.o_proj(self.attn(q, cache))
 
 
@@ -80,7 +74,7 @@ class DecoderLayer(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotary: Rotary,
         cache: KVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
@@ -101,7 +95,7 @@ class DecoderModel(nn.Module):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, caches: list[KVCache]) -> torch.Tensor:
         x, residual = self.embed_tokens(token_ids), None
-        rotary = self.rotary.tables(positions)
+        rotary = self.rotary.at(positions)
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, rotary, cache)
         return self.norm.add(x, residual)[0]

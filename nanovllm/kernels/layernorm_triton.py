@@ -1,0 +1,99 @@
+"""RMSNorm, alone or after a residual add, in one pass: a program keeps whole rows in registers.
+
+Bytes moved for N rows of D elements of s bytes: 2 N D s for the norm, 4 N D s with the add; the weight stays in cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Elements per program when rows abound; with fewer rows than this a program takes one row, to spread the work.
+_TILE = 4096
+_MANY_ROWS = 2048
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    num_rows,
+    x_stride,
+    residual_stride,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """ROWS rows of [num_rows, D]; with ADD the sum x + residual is normalised, and stored too."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (column < D)
+    row = row.to(tl.int64)
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * D + column, x, mask=mask)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
+    # Rounded before the weight is applied, as the reference does.
+    normed = (wide * scale[:, None]).to(x_ptr.dtype.element_ty).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * D + column, (normed * weight).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `kernels/layernorm.py`."""
+    return _launch(x, None, weight, eps)[0]
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels/layernorm.py`."""
+    return _launch(x, residual, weight, eps)
+
+
+def _launch(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm and the sum; without a residual the second is the first."""
+    dim = x.shape[-1]
+    rows, add = _as_rows(x), residual is not None
+    other = _as_rows(residual) if add else rows
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(out) if add else out
+    num_rows = rows.shape[0]
+    if num_rows == 0:
+        return out, total
+    block = triton.next_power_of_2(dim)
+    per_program = max(1, _TILE // block) if num_rows >= _MANY_ROWS else 1
+    _rms_norm_kernel[(triton.cdiv(num_rows, per_program),)](
+        rows,
+        other,
+        weight,
+        out,
+        total,
+        num_rows,
+        rows.stride(0),
+        other.stride(0),
+        eps,
+        D=dim,
+        BLOCK=block,
+        ROWS=per_program,
+        ADD=add,
+        num_warps=min(16, max(1, block * per_program // 512)),
+    )
+    return out, total
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., D] as [N, D] with neighbouring elements side by side; a view wherever one can be had."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

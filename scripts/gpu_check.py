@@ -1,0 +1,89 @@
+"""Everything that needs a GPU, in one call: the GPU tests, then the chosen benchmarks; a short table last.
+
+python scripts/gpu_check.py                       # all
+python scripts/gpu_check.py --only tests mixed    # some; --list names them
+
+Full logs go to the folder $OUT, or gpu_check_out/ where that is not set.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def fixed(num_seqs: int, input_len: int, output_len: int) -> list[str]:
+    """Arguments of bench.py for sequences that are all alike."""
+    lens = {"min-input": input_len, "max-input": input_len, "min-output": output_len, "max-output": output_len}
+    return ["--num-seqs", str(num_seqs), *(part for name, n in lens.items() for part in (f"--{name}-len", str(n)))]
+
+
+DUMMY = ["bench.py", "--load-format", "dummy", "--model", "qwen3-0.6b"]
+
+JOBS: dict[str, list[str]] = {
+    "tests": ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"],
+    "mixed": DUMMY,
+    "decode_512": [*DUMMY, *fixed(512, 32, 512)],
+    "decode_128": [*DUMMY, *fixed(512, 32, 512), "--max-num-seqs", "128"],
+    "decode_1024": [*DUMMY, *fixed(1024, 32, 512), "--max-num-seqs", "1024"],
+    "latency_1": [*DUMMY, *fixed(1, 128, 512), "--rounds", "3"],
+    "latency_8": [*DUMMY, *fixed(8, 128, 512), "--rounds", "3"],
+    "prefill_heavy": [*DUMMY, *fixed(64, 4096, 8), "--max-model-len", "8192", "--rounds", "3"],
+}
+
+
+def run_job(name: str, argv: list[str], out: Path, timeout: float) -> dict:
+    """Run one job in a process of its own; returns its name, seconds, exit status and the JSON it printed last."""
+    log = out / f"{name}.log"
+    start = time.perf_counter()
+    with log.open("w") as file:
+        try:
+            run = subprocess.run(
+                [sys.executable, *argv], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=timeout
+            )
+            status = run.returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+    lines = log.read_text().splitlines()
+    found = next((json.loads(line) for line in reversed(lines) if line.startswith("{")), {})
+    return {"job": name, "status": status, "seconds": time.perf_counter() - start, "last": lines[-1:], **found}
+
+
+def row(result: dict) -> str:
+    """One line of the table."""
+    head = f"{result['job']:<20}{'ok' if result['status'] == 0 else 'FAILED':<8}{result['seconds']:>7.1f} s  "
+    if "output_tok_s" not in result:
+        return head + " ".join(result["last"])[-100:]
+    return head + (
+        f"{result['output_tok_s']:>10,.0f} tok/s   prefill {result['prefill_tok_s']:>9,.0f}   "
+        f"decode {result['decode_tok_s']:>9,.0f}   ttft {result['ttft_mean_s'] * 1e3:>8.1f} ms   "
+        f"peak {result['peak_memory_gib']:.1f} GiB   {result['backend']}"
+    )
+
+
+def main() -> int:
+    """Run the jobs; the exit status is 1 if any failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--list", action="store_true", help="name the jobs and their commands")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds a job may take")
+    args = parser.parse_args()
+    if args.list:
+        for name, argv in JOBS.items():
+            print(f"{name:<20}{' '.join(argv)}")
+        return 0
+    out = Path(os.environ.get("OUT", ROOT / "gpu_check_out"))
+    out.mkdir(parents=True, exist_ok=True)
+    results = [run_job(name, JOBS[name], out, args.timeout) for name in args.only]
+    (out / "results.json").write_text(json.dumps(results, indent=1))
+    print("\n".join(row(result) for result in results))
+    return int(any(result["status"] != 0 for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
