@@ -44,11 +44,14 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: it is not there, or not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"model={str(path.parent)!r} is not a model directory: {path.name} is not there") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # of the JSON, or of its encoding
         raise ValueError(f"{path.name} in {str(path.parent)!r} is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path.name} in {str(path.parent)!r} is not a JSON object but a {type(found).__name__}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,11 @@ class EngineConfig:
         return cls(model=str(model), **kwargs)
 
     def __post_init__(self) -> None:
-        # A torch.dtype is accepted as its name, so that this module needs no torch.
+        # A torch.dtype is accepted as its name, so that this module needs no torch; a Path as a str.
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        for name in ("tokenizer", "quantized_model_path"):
+            if isinstance(getattr(self, name), Path):
+                object.__setattr__(self, name, str(getattr(self, name)))
         self._check_choices()
         self._check_numbers()
         self._check_not_implemented()
@@ -122,6 +128,8 @@ class EngineConfig:
     def _check_choices(self) -> None:
         for name, allowed in (("dtype", _DTYPES), ("load_format", _LOAD_FORMATS), ("attention_backend", _BACKENDS)):
             check(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
+        for name in ("tokenizer", "quantized_model_path"):
+            check(isinstance(getattr(self, name), (str, type(None))), name, getattr(self, name), "None or a directory")
         device_ok = self.device in ("auto", "cpu", "cuda") or (
             isinstance(self.device, str) and self.device.startswith("cuda:") and self.device[5:].isdigit()
         )

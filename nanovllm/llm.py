@@ -91,7 +91,9 @@ class LLM:
         engine = self._require_engine()
         if engine.tokenizer is None:
             raise ValueError("chat() needs a tokenizer, and skip_tokenizer_init is set; use generate() with token ids")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        if not isinstance(messages, (list, tuple)):
+            raise TypeError(f"messages are a list of dicts, or a list of such lists, got {messages!r}")
+        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         token_ids = engine.tokenizer.encode_chat(conversations, add_generation_prompt, chat_template_kwargs or {})
         return self._generate(engine, token_ids, _one_per_prompt(sampling_params, len(token_ids)), use_tqdm)
 
@@ -106,7 +108,10 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"n={params.n} is not allowed in stream(): only 1")
-        token_ids = self._tokenize(prompt)[0]
+        batch = self._tokenize(prompt)
+        if len(batch) != 1:
+            raise ValueError(f"stream() takes one prompt, got {len(batch)}")
+        (token_ids,) = batch
         engine.check_request(token_ids, params)
         return self._stream(engine, token_ids, params)
 
@@ -158,10 +163,17 @@ class LLM:
         """A list for the sequences of one call: whatever ends the call, they do not outlive it."""
         seqs: list[Sequence] = []
         try:
-            yield seqs
-        finally:
-            engine.abort(seqs)
-            engine.drain()
+            try:
+                yield seqs
+            finally:
+                engine.abort(seqs)
+                engine.drain()
+        except GeneratorExit:  # a stream that was left early
+            raise
+        except BaseException:
+            # Ctrl-C too, and it can fall between any two lines: neither the books nor the device are trusted then.
+            engine.recover()
+            raise
 
     def _run(self, engine: LLMEngine, groups: list[list[Sequence]], progress: tqdm | None) -> None:
         """Step until all sequences of all requests have ended."""
@@ -214,8 +226,13 @@ class LLM:
     def _tokenize(self, prompts: Prompt | list[Prompt]) -> list[list[int]]:
         """One list of token ids per prompt; all strings are encoded in one batch."""
         tokenizer = self._require_engine().tokenizer
-        single = isinstance(prompts, str) or (bool(prompts) and all(not isinstance(p, (str, list)) for p in prompts))
+        if not isinstance(prompts, (str, list, tuple)):
+            raise TypeError(f"prompts are a string, a list of token ids, or a list of such, got {prompts!r}")
+        single = isinstance(prompts, str) or (bool(prompts) and all(not isinstance(p, (str, list, tuple)) for p in prompts))
         batch: list[Any] = [prompts] if single else list(prompts)
+        for prompt in batch:
+            if not isinstance(prompt, (str, list, tuple)):
+                raise TypeError(f"a prompt is a string or a list of token ids, got {prompt!r}")
         texts = [prompt for prompt in batch if isinstance(prompt, str)]
         if texts and tokenizer is None:
             raise ValueError("text prompts need a tokenizer, and skip_tokenizer_init is set; pass token ids")
@@ -289,6 +306,8 @@ class LLM:
 def _one_per_prompt(params: SamplingParams | list[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in params):
+        raise TypeError(f"sampling_params are a SamplingParams or a list of them, got {params!r}")
     if len(params) != num_prompts:
         raise ValueError(
             f"{len(params)} sampling_params for {num_prompts} prompts: pass one for all, or one per prompt"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
@@ -72,7 +72,7 @@ def load_weights(model: nn.Module, directory: str, unneeded: frozenset[str], sho
     missing = set(targets)
     unexpected = []
     for file in tqdm(weight_files(Path(directory)), desc="Loading weights", disable=not show_progress):
-        with safe_open(file, framework="pt") as tensors:
+        with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a dict
                 if name in targets:
                     _copy(name, tensors.get_tensor(name), targets[name])
@@ -93,7 +93,10 @@ def weight_files(directory: Path) -> list[Path]:
         ValueError: there are none, or the index names one that is not there.
     """
     if (directory / _INDEX).is_file():
-        names = sorted(set(read_json(directory / _INDEX)["weight_map"].values()))
+        weight_map = read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{_INDEX} in {str(directory)!r} has no weight_map")
+        names = sorted(set(weight_map.values()))
         absent = [name for name in names if not (directory / name).is_file()]
         if absent:
             raise ValueError(f"{str(directory)!r} lacks {', '.join(absent)}, which {_INDEX} names")
@@ -101,6 +104,13 @@ def weight_files(directory: Path) -> list[Path]:
     if not (directory / _SINGLE).is_file():
         raise ValueError(f"{str(directory)!r} holds no weights: neither {_INDEX} nor {_SINGLE} is there")
     return [directory / _SINGLE]
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file.name} in {str(file.parent)!r} cannot be read: {error}") from None
 
 
 def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:

@@ -55,6 +55,13 @@ def cpu_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def held_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that this process has in use on the device, and that torch keeps for it; nothing is counted on a CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for the device's queued work; nothing to wait for on a CPU."""
     if device.type == "cuda":

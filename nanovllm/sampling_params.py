@@ -66,9 +66,8 @@ class SamplingParams:
             if name not in known:
                 raise unknown_name_error("SamplingParams()", name, list(known))
         values = {**known, **kwargs}
-        stop = values["stop"]
-        values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        values["stop_token_ids"] = tuple(values["stop_token_ids"] or ())
+        values["stop"] = _as_tuple("stop", values["stop"], "a string or a list of strings")
+        values["stop_token_ids"] = _as_tuple("stop_token_ids", values["stop_token_ids"], "a list of integers")
         for name, value in values.items():
             object.__setattr__(self, name, value)
         self._check_distribution()
@@ -136,3 +135,10 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             check_int("logit_bias token id", token_id, 0)
             check(is_number(bias) and math.isfinite(bias), f"logit_bias[{token_id}]", bias, "a finite number")
+
+
+def _as_tuple(name: str, value: Any, allowed: str) -> tuple:
+    if value is None or isinstance(value, str):
+        return (value,) if value is not None else ()
+    check(isinstance(value, (list, tuple, set, frozenset)), name, value, allowed)
+    return tuple(value)

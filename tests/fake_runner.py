@@ -3,6 +3,7 @@ run. Its tokens are a function of the sequence's true prefix as the cache has it
 token changes every one that follows; `expected_tokens` says what they must be."""
 
 import math
+from collections import deque
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
@@ -219,15 +220,19 @@ class FakeRunner:
 
 
 class FakeEngine:
-    """A scheduler and a fake runner, driven one step apart as `LLMEngine.step` does; checks the books at each step."""
+    """A scheduler and a fake runner, driven one step apart as `LLMEngine.step` does; checks the books at each step.
 
-    def __init__(self, block_size=4, num_blocks=64, max_num_seqs=8, budget=64, prefix_caching=True):
+    lag: steps by which reading is behind launching.
+    """
+
+    def __init__(self, block_size=4, num_blocks=64, max_num_seqs=8, budget=64, prefix_caching=True, lag=1):
         self.blocks = BlockManager(num_blocks, block_size, prefix_caching)
         self.scheduler = Scheduler(max_num_seqs, budget, self.blocks)
         self.runner = FakeRunner(self.scheduler)
         self.steps = []  # every step launched
         self.seqs = []
-        self._in_flight = None
+        self._lag = lag
+        self._in_flight = deque()
 
     def add(self, prompt, max_tokens=4, seed=0, stop_ids=(), prompt_logprobs=None, **params):
         """Queue a sequence."""
@@ -250,13 +255,13 @@ class FakeEngine:
     def step(self):
         """Launch, then read the step before; returns the step launched."""
         step = self.scheduler.schedule()
-        ready, self._in_flight = self._in_flight, None
         if step is not None:
             self.steps.append(step)
-            self._in_flight = self.runner.run(step)
-        if ready is not None:
-            self.scheduler.update(ready)
-        assert step is not None or ready is not None or not self.scheduler.has_unfinished, "nothing goes on any more"
+            self._in_flight.append(self.runner.run(step))
+        stuck = step is None and not self._in_flight and self.scheduler.has_unfinished
+        assert not stuck, "nothing goes on any more"
+        if self._in_flight and (step is None or len(self._in_flight) > self._lag):
+            self.scheduler.update(self._in_flight.popleft())
         self.scheduler.check()
         for seq in self.scheduler.waiting:
             assert not seq.block_table and seq.row == -1, "a waiting sequence holds something"
@@ -277,7 +282,7 @@ class FakeEngine:
 
     def lose_step(self):
         """An exception in a step: what was in flight is gone."""
-        self._in_flight = None
+        self._in_flight.clear()
         return self.scheduler.reset()
 
     def check_idle(self):
@@ -304,3 +309,11 @@ def check_output(seq):
         assert seq.prompt_token_logprobs == expected_scores(prompt)
         states = [state_of(prompt[:i]) for i in range(1, len(prompt))]
         assert seq.prompt_top_logprobs == [top_logprobs(state, seq.prompt_logprobs) for state in states]
+
+
+def finish_all(engine, limit=1000):
+    """Run to the end; every sequence that was not aborted and did not fail has what it must have."""
+    engine.run(limit)
+    for seq in engine.seqs:
+        if seq.finish_reason not in ("abort", "error"):
+            check_output(seq)

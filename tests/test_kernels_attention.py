@@ -11,9 +11,9 @@ from triton_tools import (
     INTERPRETED,
     SHARED_MEMORY,
     assert_as_good,
+    interpreted,
     nan_filled,
     record_launches,
-    run_interpreted,
 )
 
 from nanovllm.attention.base import AttentionMetadata, KVCache
@@ -163,7 +163,8 @@ def check_prefill(shape, dtype, device, contexts=CONTEXTS, queries=QUERIES, **kn
 def test_interpreted():
     """The tests below that take a device, without one."""
     if not INTERPRETED:
-        run_interpreted(__file__)
+        with interpreted(__file__) as finish:
+            finish()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,9 +10,9 @@ from triton_tools import (
     SHARED_MEMORY,
     assert_as_good,
     check_compiles,
+    interpreted,
     nan_filled,
     record_launches,
-    run_interpreted,
 )
 
 from nanovllm.kernels import activation, activation_triton, layernorm, layernorm_triton, qkv, qkv_triton
@@ -37,9 +37,10 @@ def exact_norm(x, weight):
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
 
 
-@COMPILED
-def test_all_of_this_file_interpreted():
-    run_interpreted(__file__)
+@pytest.fixture(scope="module")
+def interpreter():
+    with interpreted(__file__) as finish:
+        yield finish
 
 
 # Few and many rows; D small, odd, a power of two, the largest.
@@ -242,5 +243,10 @@ def launches_of(op):
 
 @COMPILED
 @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "qkv", "silu_and_mul"])
-def test_compiles(op):
+def test_compiles(op, interpreter):
     check_compiles([(launch, chip) for chips, launches in launches_of(op) for launch in launches for chip in chips])
+
+
+@COMPILED
+def test_under_the_interpreter(interpreter):
+    interpreter()

@@ -247,7 +247,7 @@ def test_equal_hashes_do_not_serve_another_prompts_cache(make_llm, qwen3_path, m
     llm = make_llm(qwen3_path)
     prompts = make_prompts(2 * B + 1, 2 * B + 1)
     swapped = prompts[0][B : 2 * B] + prompts[0][:B] + [5]
-    for prompt in (*prompts, swapped, *prompts):
+    for prompt in (*prompts, prompts[0], swapped, *prompts):
         check_generate(llm, qwen3_path, [prompt], max_tokens=4)
     check_generate(llm, qwen3_path, [*prompts, swapped])
 

@@ -52,7 +52,7 @@ def within_the_model(runner, error):
 def before_sampling(runner, error):
     """All KV is written, no token is drawn."""
 
-    def compute_logits(hidden):
+    def compute_logits(hidden, out=None):
         raise error
 
     runner.model.compute_logits = compute_logits

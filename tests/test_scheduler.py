@@ -1,12 +1,10 @@
-"""Who runs next: admission, chunks, prefix hits, decode, preemption. No model: a fake runner checks every step.
+"""Who runs next: admission, chunks, prefix hits, block tables. No model: a fake runner checks every step.
 
-How sequences end otherwise than by their last token is in test_scheduler_ends.py.
+Preemption is in test_scheduler_preemption.py, other ends than the last token in test_scheduler_ends.py.
 """
 
-import pickle
-
 import pytest
-from fake_runner import FakeEngine, check_output, expected_tokens
+from fake_runner import FakeEngine, finish_all
 
 from nanovllm.engine.sequence import Status
 
@@ -16,13 +14,6 @@ B = 4
 def chunks_of(step):
     """(start, number of tokens) of each chunk of a step."""
     return [(chunk.start, len(chunk.token_ids)) for chunk in step.chunks]
-
-
-def finish_all(engine, limit=1000):
-    """Run to the end; every sequence must have what it must have."""
-    engine.run(limit)
-    for seq in engine.seqs:
-        check_output(seq)
 
 
 # Admission
@@ -68,6 +59,15 @@ def test_a_prompt_is_admitted_only_with_room_for_all_of_it():
     assert all(chunk.row == 0 for step in engine.steps[:-1] for chunk in step.chunks)
     assert long.num_preemptions == running.num_preemptions == 0
     finish_all(engine)
+
+
+def test_a_block_is_left_for_each_running_sequence():
+    """A prompt that takes the last block would be preempted at once."""
+    engine = FakeEngine(num_blocks=3)
+    engine.add([1] * 4, max_tokens=5)
+    second = engine.add([2] * 8, max_tokens=2)
+    finish_all(engine)
+    assert second.num_preemptions == 0
 
 
 def test_nobody_overtakes_a_prompt_that_waits_for_blocks():
@@ -120,6 +120,21 @@ def test_the_rest_of_a_prompt_shares_its_step_with_the_next_one():
     engine.add([2] * 9, max_tokens=2)
     finish_all(engine)
     assert [chunks_of(step) for step in engine.steps if step.chunks] == [[(0, 8)], [(8, 3), (0, 5)], [(5, 4)]]
+
+
+def test_nobody_overtakes_a_prompt_whose_next_chunk_waits_for_blocks():
+    """Three sequences decode between its chunks and take their blocks; a short prompt would still fit."""
+    engine = FakeEngine(block_size=1, num_blocks=39, budget=10)
+    for i in range(3):
+        engine.add([i], max_tokens=20)
+    engine.step()
+    long, short = engine.add([4] * 30, max_tokens=2), engine.add([5], max_tokens=2)
+    engine.step_until(lambda: long.num_computed == 20)
+    engine.step()
+    assert 5 < engine.blocks.num_free < 10, "room for the short one, not for the chunk"
+    engine.step_until(lambda: long.num_computed == 30)
+    assert short.status is Status.WAITING
+    finish_all(engine)
 
 
 def test_new_prompts_delay_a_running_sequence_by_one_step():
@@ -198,13 +213,12 @@ def test_other_prompts_pass_the_one_that_waits_for_an_equal_prefix():
     """It keeps its place in the queue."""
     engine = FakeEngine(max_num_seqs=3)
     engine.add(range(9))
-    twin = engine.add(range(9))
-    third = engine.add([50] * 3)
-    fourth = engine.add([60] * 3)
+    twins = [engine.add(range(9)), engine.add(range(9))]
+    others = [engine.add([50] * 3), engine.add([60] * 3)]
     assert chunks_of(engine.step()) == [(0, 9), (0, 3), (0, 3)]
-    assert (third.status, fourth.status) == (Status.RUNNING, Status.RUNNING)
+    assert [seq.status for seq in others] == [Status.RUNNING, Status.RUNNING]
     late = engine.add([70] * 3)
-    assert list(engine.scheduler.waiting) == [twin, late]
+    assert list(engine.scheduler.waiting) == [*twins, late]
     finish_all(engine)
 
 
@@ -278,99 +292,3 @@ def test_a_sequence_may_fill_the_whole_pool():
     seq = engine.add([1] * 6, max_tokens=2)
     finish_all(engine)
     assert seq.num_preemptions == 0
-
-
-# Preemption
-
-
-def preempt_one(engine, **params):
-    """Two sequences in a pool for one and a half; returns them once the second was preempted with three tokens."""
-    first = engine.add([1] * 8, max_tokens=12)
-    second = engine.add([2] * 8, max_tokens=12, **params)
-    engine.step_until(lambda: second.num_preemptions)
-    return first, second
-
-
-def test_the_last_come_makes_room_and_goes_on_later():
-    """A26: two requests, room for one and a half: both end whole, the first undisturbed."""
-    engine = FakeEngine(num_blocks=6)
-    first, second = preempt_one(engine)
-    assert engine.scheduler.waiting[0] is second
-    late = engine.add([3], max_tokens=1)
-    engine.step_until(lambda: second.status is Status.RUNNING)
-    assert late.status in (Status.WAITING, Status.RUNNING), "it did not overtake"
-    finish_all(engine)
-    assert first.num_preemptions == 0
-
-
-def test_a_step_for_a_preempted_sequence_carries_all_its_tokens():
-    """A2: the prefill that follows a preemption ships the prompt and the generated tokens, also through pickle."""
-    engine = FakeEngine(num_blocks=6, prefix_caching=False)
-    _, second = preempt_one(engine, seed=5, presence_penalty=0.5)
-    engine.step_until(lambda: second.status is Status.RUNNING)
-    step = engine.steps[-1]
-    copy = pickle.loads(pickle.dumps(step))
-    assert copy == step
-    known = len(copy.chunks[0].token_ids)
-    assert known > 8 + 2, "it had generated some"
-    expected = [2] * 8 + expected_tokens([2] * 8, 12, seed=5)
-    (chunk,), (start,) = copy.chunks, copy.starts
-    assert (chunk.start, chunk.token_ids, chunk.samples) == (0, expected[:known], True)
-    assert (start.prompt_token_ids, start.output_token_ids) == ([2] * 8, expected[8:known])
-    assert (start.seed, start.params) == (5, second.params)
-    finish_all(engine)
-
-
-def test_a_preempted_sequence_waits_for_its_token_in_flight():
-    """A18: restarted before that token is read, it would lose it or draw it twice."""
-    engine = FakeEngine(num_blocks=6)
-    _, second = preempt_one(engine)
-    tokens = [second.num_output_tokens]
-    while second.status is not Status.RUNNING:
-        assert second.num_pending in (0, 1)
-        engine.step()
-        tokens.append(second.num_output_tokens)
-    assert second.num_pending == 1
-    finish_all(engine)
-
-
-def test_a_sequence_preempted_behind_its_last_token_is_not_restarted():
-    """A18, A24: the token in flight ends it while it waits."""
-    engine = FakeEngine(num_blocks=4)
-    # The second takes the last block for its last token; one step later, with that in flight, the first needs one.
-    first = engine.add([1] * 7, max_tokens=6)
-    second = engine.add([2] * 4, max_tokens=2)
-    engine.step_until(lambda: second.num_preemptions or second.status is Status.FINISHED)
-    finish_all(engine)
-    assert first.num_preemptions == 0
-    assert second.num_preemptions == 1
-    assert sum(start.row == 1 for step in engine.steps for start in step.starts) == 1
-
-
-def test_a_half_computed_prompt_can_be_preempted():
-    """A18, A25: the running one needs the blocks that the chunks of a long prompt took."""
-    engine = FakeEngine(num_blocks=8, budget=2)
-    running = engine.add([1] * 7, max_tokens=24)
-    long = engine.add([2] * 16, max_tokens=4)
-    finish_all(engine)
-    assert running.num_preemptions == 0
-    assert long.num_preemptions > 0
-
-
-@pytest.mark.parametrize("caching", [True, False])
-def test_preempted_sequences_keep_their_tokens_seeds_penalties_and_logprobs(caching):
-    """A18: eight sequences in a pool for two or three."""
-    engine = FakeEngine(num_blocks=9, budget=8, prefix_caching=caching)
-    for i in range(8):
-        params = {"temperature": float(i % 2), "logprobs": i % 3 or None, "frequency_penalty": 0.5 * (i % 4 == 3)}
-        engine.add([i] * (1 + 5 * i % 9), max_tokens=16 + i, seed=i, **params)
-    finish_all(engine)
-    assert sum(seq.num_preemptions for seq in engine.seqs) >= 4
-
-
-def test_cached_tokens_are_counted_once_for_a_preempted_sequence():
-    """num_cached_tokens is about other requests' work, not about its own before it was preempted."""
-    engine = FakeEngine(num_blocks=6)
-    _, second = preempt_one(engine)
-    finish_all(engine)
-    assert second.num_cached_tokens == 0

@@ -4,19 +4,11 @@ a step tells the runner about sampling. No model: a fake runner checks every ste
 import math
 
 import pytest
-from fake_runner import FakeEngine, check_output, expected_scores, expected_tokens
+from fake_runner import FakeEngine, expected_scores, expected_tokens, finish_all
 
 from nanovllm.engine.sequence import Status
 
 B = 4
-
-
-def finish_all(engine, limit=1000):
-    """Run to the end; whatever was not aborted must have what it must have."""
-    engine.run(limit)
-    for seq in engine.seqs:
-        if seq.finish_reason not in ("abort", "error"):
-            check_output(seq)
 
 
 # Its own end

@@ -30,6 +30,8 @@ ENDOFTEXT, IM_START, IM_END = (special_id(token) for token in SPECIAL_TOKENS)
 class Pieces:
     """A tokenizer whose token i is pieces[i]; it counts what it is made to decode."""
 
+    special_ids = frozenset()
+
     def __init__(self, *pieces):
         self.pieces = pieces
         self.decoded = 0

@@ -1,14 +1,14 @@
 """How Triton kernels are tested: interpreted on the CPU, compiled for chips that are not here, run on the one that is.
 
 Whether kernels are interpreted is settled when triton is first imported. A test file therefore runs its kernel tests
-(those that take `device` from DEVICES) in a pytest of its own: see `run_interpreted`.
+(those that take `device` from DEVICES) in a pytest of its own: see `interpreted`.
 """
 
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import tempfile
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,13 +40,32 @@ _TYPES = {
 }
 
 
+@contextmanager
+def interpreted(file):
+    """Start the tests of `file` that take a device in a process where kernels are interpreted. Yields a function that
+    waits for it and fails if a test failed; what runs in between has the other core."""
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "interpreted", "-p", "no:cacheprovider", file]
+    with tempfile.TemporaryFile("w+") as output:
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+        def finish():
+            process.wait()
+            output.seek(0)
+            text = output.read()
+            assert process.returncode == 0 and " passed" in text, text[-8000:]
+
+        try:
+            yield finish
+        finally:
+            process.kill()
+            process.wait()
+
+
 def run_interpreted(file):
-    """Run the tests of `file` that take a device in a process where kernels are interpreted; fail if one fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-k", "interpreted", "-p", "no:cacheprovider", file]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0 and " passed" in done.stdout, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
+    """The same, without anything in between."""
+    with interpreted(file) as finish:
+        finish()
 
 
 def aot_shared_memory(kernel, signature, constexprs, cc, num_warps=4, num_stages=3):
@@ -87,14 +106,15 @@ class Launch:
         for param in self.kernel.params:
             value = self.arguments[param.name]
             # As a launch does: an integer that is 1 is compiled in, a multiple of 16 is taken as one.
-            if param.is_constexpr or (type(value) is int and value == 1):
+            special = type(value) is int and not param.do_not_specialize
+            if param.is_constexpr or (special and value == 1):
                 constexprs[param.name] = value
             elif isinstance(value, torch.Tensor):
                 signature[param.name] = f"*{_TYPES[value.dtype]}"
             elif isinstance(value, float):
                 signature[param.name] = "fp32"
             else:
-                signature[param.name] = "i32:16" if value % 16 == 0 else "i32"
+                signature[param.name] = "i32:16" if special and value % 16 == 0 else "i32"
         return aot_shared_memory(self.kernel, signature, constexprs, cc, **self.options)
 
 
@@ -127,12 +147,11 @@ def record_launches(module, call):
 
 
 def check_compiles(jobs):
-    """Each (launch, compute capability) compiles and fits into that chip's shared memory. Half of the time is ptxas,
-    a process of its own, so two threads keep two cores busy."""
-    with ThreadPoolExecutor(2) as pool:
-        sizes = pool.map(lambda job: job[0].shared_memory(job[1]), jobs)
-        for (launch, cc), shared in zip(jobs, sizes, strict=True):
-            assert shared <= SHARED_MEMORY[cc], f"{launch.kernel.__name__} takes {shared} bytes on sm_{cc}"
+    """Each (launch, compute capability) compiles and fits into that chip's shared memory. One after the other: two
+    threads in ast.parse end in a SystemError now and then (seen with Python 3.11.7), and save little."""
+    for launch, cc in jobs:
+        shared = launch.shared_memory(cc)
+        assert shared <= SHARED_MEMORY[cc], f"{launch.kernel.__name__} takes {shared} bytes on sm_{cc}"
 
 
 @contextmanager
@@ -176,7 +195,23 @@ def _round_to_bf16(convert):
     return wrapped
 
 
+def _patch_once(patch):
+    """The interpreter prepares triton.language for every call of one jitted function by another, which takes half of
+    the time. This does it once a launch: for the kernel, and for the library's own functions, which see other names."""
+
+    def wrapped(kernel):
+        scopes = ExitStack()
+        for function in (kernel, tl.cumsum.fn):
+            scopes.callback(patch(function).restore)
+        scopes.restore = scopes.close
+        return scopes
+
+    return wrapped
+
+
 if INTERPRETED:
     from triton.runtime import interpreter
 
     interpreter._convert_float = _round_to_bf16(interpreter._convert_float)
+    interpreter._patch_lang = _patch_once(interpreter._patch_lang)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)

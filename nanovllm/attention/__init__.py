@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+# By name: `torch` itself is in this package the backend of that name, once that is imported.
+from torch import device as Device
+from torch import dtype as DType
+from torch import float32
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.torch import TorchAttention
@@ -13,7 +16,7 @@ from nanovllm.platform import has_package
 _PACKAGES = {"triton": "triton", "flash": "flash_attn"}
 
 
-def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> tuple[AttentionBackend, str]:
+def choose_backend(name: str, device: Device, dtype: DType) -> tuple[AttentionBackend, str]:
     """The backend called `name` and why it was taken; "auto" takes the first that can run here.
 
     Raises:
@@ -31,10 +34,10 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype) -> tuple
     return TorchAttention(), "; ".join(reasons) or "asked for"
 
 
-def _usable(package: str, device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
+def _usable(package: str, device: Device, dtype: DType) -> tuple[bool, str]:
     if device.type != "cuda":
         return False, f"device is {device.type}"
-    if dtype == torch.float32:
+    if dtype == float32:
         return False, "takes no float32"
     return has_package(package)
 

@@ -139,6 +139,13 @@ class BlockManager:
             block.forget()
         self._by_hash.clear()
 
+    def reset(self) -> None:
+        """Free every block, whoever holds it, and drop every known prefix."""
+        for block in self.blocks:
+            block.ref_count = 0
+        self._free = OrderedDict.fromkeys(range(len(self.blocks)))
+        self.forget_all()
+
     def check(self, sequences: list[Sequence]) -> None:
         """Compare the books with what `sequences` hold.
 

@@ -27,16 +27,23 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = stop
         self._min_tokens = min_tokens
-        self._skip_special_tokens = skip_special_tokens
+        # Left out before decoding, because a decoder may strip the space that follows them.
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._num_tokens = 0
         self._token_ids: list[int] = []
         # Text of tokens before _read is out; decoding starts at _prefix, because a token's text can depend on
         # the ones before it (a leading space, a character in several parts).
         self._prefix = 0
         self._read = 0
         self._text = ""
-        self._search_from = 0
+        self._searched = 0
         self._taken = 0
         self._finished = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens pushed so far."""
+        return self._num_tokens
 
     @property
     def text(self) -> str:
@@ -51,19 +58,34 @@ class TextStream:
 
     def push(self, token_ids: list[int]) -> str | None:
         """Add tokens. Returns the stop string that ended the text, if one did; it is cut off then."""
-        self._token_ids += token_ids
-        self._advance(flush=False)
-        return self._cut_at_stop()
+        at_once = not self._token_ids and not self._stop and _REPLACEMENT not in self._text_of(token_ids)
+        # Where bytes are invalid, what becomes of them depends on where a decoder starts: so they are always taken one
+        # by one, and a text is the same however its tokens came.
+        for piece in [token_ids] if at_once else ([token_id] for token_id in token_ids):
+            self._num_tokens += len(piece)
+            kept = [token_id for token_id in piece if token_id not in self._skipped]
+            self._token_ids += kept
+            if kept:
+                self._advance(flush=False)
+            stop = self._cut_at_stop()
+            if stop is not None:
+                return stop
+        return None
 
-    def finish(self) -> None:
-        """No more tokens come: what was held back is text now."""
-        if not self._finished:
-            self._advance(flush=True)
-            self._cut_at_stop()
-            self._finished = True
+    def finish(self) -> str | None:
+        """No more tokens come: what was held back is text now. Returns as `push` does."""
+        if self._finished:
+            return None
+        self._advance(flush=True)
+        stop = self._cut_at_stop()
+        self._finished = True
+        return stop
+
+    def _text_of(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode([i for i in token_ids if i not in self._skipped], False)
 
     def _decode(self, start: int, end: int | None = None) -> str:
-        return self._tokenizer.decode(self._token_ids[start:end], self._skip_special_tokens)
+        return self._tokenizer.decode(self._token_ids[start:end], False)
 
     def _advance(self, flush: bool) -> None:
         before = self._decode(self._prefix, self._read)
@@ -86,18 +108,17 @@ class TextStream:
                 return
 
     def _cut_at_stop(self) -> str | None:
-        if len(self._token_ids) <= self._min_tokens:
-            self._search_from = len(self._text)
+        """Look for stop strings that end in text not searched yet."""
+        searched, self._searched = self._searched, len(self._text)
+        if self._num_tokens <= self._min_tokens:
             return None
-        hits = [(at, stop) for stop in self._stop if (at := self._text.find(stop, self._search_from)) >= 0]
-        if hits:
-            at, stop = min(hits)
-            self._text = self._text[:at]
-            self._finished = True
-            return stop
-        longest = max(map(len, self._stop), default=0)
-        self._search_from = max(self._search_from, len(self._text) - longest + 1)
-        return None
+        hits = [(at, s) for s in self._stop if (at := self._text.find(s, max(0, searched - len(s) + 1))) >= 0]
+        if not hits:
+            return None
+        at, stop = min(hits)
+        self._text = self._text[:at]
+        self._finished = True
+        return stop
 
     def _certain(self) -> int:
         """Length of the text that cannot turn out to be the start of a stop string."""

@@ -72,6 +72,8 @@ class LLMEngine:
         self.backend, reason = choose_backend(config.attention_backend, self.device, self.dtype)
         self.block_size = _resolve_block_size(config, self.backend)
         self.tokenizer = None if config.skip_tokenizer_init else Tokenizer(config.tokenizer or config.model)
+        # Another engine of this process may hold memory of the same card; its share is its own.
+        self._memory_before = platform.held_memory(self.device)
         self.eos_token_ids = _eos_token_ids(config.model, self.model_config, self.tokenizer)
         max_model_len = _wanted_model_len(config, self.model_config)
         model = loader.build_model(
@@ -208,7 +210,7 @@ class LLMEngine:
 
     def exit(self) -> None:
         """Free the device; the engine cannot be used afterwards."""
-        self._in_flight = None
+        self.recover()
         self.runner.exit()
 
     def _read(self, step: Step, pending: PendingResult) -> list[Sequence]:
@@ -227,13 +229,14 @@ class LLMEngine:
 
     def _extend_text(self, seq: Sequence) -> None:
         """Keep a watched sequence's text up to date; a stop string in it ends the sequence."""
-        if seq.text is None or seq.num_output_tokens == 0:
+        if seq.text is None:
             return
-        stop = seq.text.push(seq.token_ids[-1:])
-        if stop is not None:
+        new_ids = seq.output_token_ids[seq.text.num_tokens :]
+        stop = seq.text.push(new_ids) if new_ids else None
+        if stop is None and seq.status is Status.FINISHED:
+            stop = seq.text.finish()
+        if stop is not None and seq.finish_reason != "error":
             self.scheduler.finish(seq, "stop", stop)
-        elif seq.status is Status.FINISHED:
-            seq.text.finish()
 
     def _size_pool(self, max_model_len: int) -> int:
         """Number of KV blocks: as asked for, or what memory allows, but no more than could ever be used."""
@@ -246,11 +249,14 @@ class LLMEngine:
             budget = self._gpu_budget(max_model_len)
         num_blocks = budget // runner.bytes_per_block - 1  # one block is padding
         if num_blocks < 1:
+            source = f"gpu_memory_utilization={config.gpu_memory_utilization} after weights and activations"
+            remedy = "raise gpu_memory_utilization or lower max_num_batched_tokens"
+            if self.device.type == "cpu":
+                source = f"{CPU_KV_SHARE:.0%} of this machine's RAM"
+                remedy = "set num_kvcache_blocks, or lower kvcache_block_size"
             raise ValueError(
-                f"no memory for the KV cache: {budget / 2**20:.0f} MiB left of "
-                f"gpu_memory_utilization={config.gpu_memory_utilization} after weights and activations, one block "
-                f"takes {runner.bytes_per_block / 2**20:.2f} MiB; raise gpu_memory_utilization or lower "
-                f"max_num_batched_tokens"
+                f"no memory for the KV cache: {budget / 2**20:.0f} MiB ({source}), and two blocks of "
+                f"{runner.bytes_per_block / 2**20:.2f} MiB are the least; {remedy}"
             )
         return min(num_blocks, config.max_num_seqs * -(-max_model_len // self.block_size))
 
@@ -261,11 +267,12 @@ class LLMEngine:
         self.runner.warm_up(self.config.max_num_batched_tokens, max_model_len)
         platform.empty_cache(self.device)
         free, total = torch.cuda.mem_get_info(self.device)
+        allocated_before, reserved_before = self._memory_before
         return gpu_kv_budget(
             total=total,
             free=free,
-            held=torch.cuda.memory_reserved(self.device),
-            peak=torch.cuda.max_memory_allocated(self.device),
+            held=torch.cuda.memory_reserved(self.device) - reserved_before,
+            peak=torch.cuda.max_memory_allocated(self.device) - allocated_before,
             utilization=self.config.gpu_memory_utilization,
         )
 

@@ -157,18 +157,17 @@ class ModelRunner:
         token_ids, logprobs = self._sample(logits, rows, step.sampling)
         return PendingResult(token_ids, logprobs, [], self.device)
 
-    def _decode_logits(self, rows: torch.Tensor, seq_lens: list[int]) -> torch.Tensor:
+    def _decode_logits(self, rows: torch.Tensor, seq_lens: list[int], out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute one token of each row and move its context on; returns the logits of the next, [R, V]."""
         inputs = decode_inputs(rows, self.rows, self.block_size, seq_lens)
         hidden = self._forward(inputs)
         self.rows.context_len[rows] = inputs.attention.context_lens.to(torch.int64)
-        return self.model.compute_logits(hidden)
+        return self.model.compute_logits(hidden, out)
 
     def _decode_plain(self, rows: torch.Tensor) -> torch.Tensor:
         """What a CUDA graph holds: a whole decode step, its tokens drawn by temperature alone. The logits are kept
         for steps that draw otherwise."""
-        logits = self._decode_logits(rows, [self.max_model_len] * len(rows))
-        self._logits[: len(rows)] = logits
+        logits = self._decode_logits(rows, [self.max_model_len] * len(rows), self._logits[: len(rows)])
         return self._sample(logits, rows, _PLAIN)[0]
 
     def _prefill(self, chunks: list[PrefillChunk], sampling: Sampling | None) -> PendingResult:

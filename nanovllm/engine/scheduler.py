@@ -48,6 +48,7 @@ class Scheduler:
         self.block_manager = block_manager
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._unfinished: dict[int, Sequence] = {}  # also those on their way between `waiting` and `running`
         self._free_rows = list(range(max_num_seqs))
         self._num_rows = max_num_seqs
         self._launched: deque[_Launched] = deque()
@@ -60,6 +61,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence."""
+        self._unfinished[seq.seq_id] = seq
         self.waiting.append(seq)
 
     def schedule(self) -> Step | None:
@@ -99,18 +101,25 @@ class Scheduler:
         elif seq.status is Status.WAITING:
             self.waiting.remove(seq)
         seq.status = Status.FINISHED
+        self._unfinished.pop(seq.seq_id, None)
 
     def reset(self) -> list[Sequence]:
-        """A step was lost: end every sequence with reason "abort", forget launched steps and all prefixes.
+        """A step was lost, maybe with this scheduler half way through it: whatever the books say, end every sequence
+        with reason "abort" and start from free rows and an empty pool.
 
         Returns the sequences that were ended.
         """
-        ended = [*self.waiting, *self.running]
+        ended = list(self._unfinished.values())
         for seq in ended:
-            self.finish(seq, "abort")
+            seq.status, seq.finish_reason = Status.FINISHED, "abort"
+            seq.row, seq.is_decoding, seq.block_table = -1, False, []
+        self._unfinished.clear()
+        self.waiting.clear()
+        self.running.clear()
         self._launched.clear()
+        self._free_rows = list(range(self._num_rows))
         self._last_was_prefill = False
-        self.block_manager.forget_all()
+        self.block_manager.reset()
         return ended
 
     def check(self) -> None:

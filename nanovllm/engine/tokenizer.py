@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
+
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 class Tokenizer:
@@ -18,16 +21,16 @@ class Tokenizer:
 
     def __init__(self, directory: str) -> None:
         if not Path(directory).is_dir():
-            raise ValueError(f"tokenizer={directory!r} is not a directory")
+            raise _unusable(directory, "is not a directory")
+        if not any((Path(directory) / name).is_file() for name in _VOCABULARIES):
+            raise _unusable(directory, f"has none of {', '.join(_VOCABULARIES)}")  # transformers would make one up
         try:
             self._hf = AutoTokenizer.from_pretrained(directory)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"tokenizer={directory!r} cannot be loaded: {error}; pass tokenizer=DIR, or skip_tokenizer_init=True "
-                "to work with token ids"
-            ) from error
+        except Exception as error:  # whatever the files hold, and whoever fails to read them
+            raise _unusable(directory, f"cannot be loaded: {error}") from error
         self._bytes_of_char = _byte_level_chars() if self._is_byte_level() else None
-        self._special_ids = set(self._hf.all_special_ids)
+        added = self._hf.added_tokens_decoder.items()
+        self.special_ids = frozenset(self._hf.all_special_ids) | {i for i, token in added if token.special}
 
     @property
     def eos_token_id(self) -> int | None:
@@ -55,16 +58,24 @@ class Tokenizer:
         """Token ids of conversations rendered by the model's template, which writes all special tokens itself.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            TypeError: a conversation is not a list of dicts.
+            ValueError: one is empty or has a message without role, or the tokenizer has no chat template, or the
+                template refuses a conversation.
         """
         if not self._hf.chat_template:
             raise ValueError("chat() needs a chat template and the tokenizer has none; use generate() with text")
-        texts = [
-            self._hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
-            )
-            for messages in conversations
-        ]
+        if not conversations:
+            return []
+        _check_conversations(conversations)
+        try:
+            texts = [
+                self._hf.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
+                )
+                for messages in conversations
+            ]
+        except (TemplateError, KeyError, TypeError) as error:
+            raise ValueError(f"the chat template refuses a conversation: {error}") from error
         return self._hf(texts, add_special_tokens=False)["input_ids"]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
@@ -80,7 +91,9 @@ class Tokenizer:
         token = self._hf.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
-        if self._bytes_of_char is not None and token_id not in self._special_ids:
+        if token_id in self.special_ids:
+            return token.encode()
+        if self._bytes_of_char is not None:
             if all(char in self._bytes_of_char for char in token):
                 return bytes(self._bytes_of_char[char] for char in token)
             return token.encode()
@@ -92,6 +105,20 @@ class Tokenizer:
         """Whether tokens are spelled in GPT-2's alphabet of bytes."""
         backend = getattr(self._hf, "backend_tokenizer", None)
         return backend is not None and '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
+
+
+def _unusable(directory: str, why: str) -> ValueError:
+    return ValueError(
+        f"tokenizer={directory!r} {why}; pass tokenizer=DIR, or skip_tokenizer_init=True to work with token ids"
+    )
+
+
+def _check_conversations(conversations: list[list[dict]]) -> None:
+    for messages in conversations:
+        if not isinstance(messages, (list, tuple)) or not all(isinstance(one, dict) for one in messages):
+            raise TypeError(f"a conversation is a list of dicts with role and content, got {messages!r}")
+        if not messages or not all("role" in one and "content" in one for one in messages):
+            raise ValueError(f"a conversation needs messages with role and content, got {messages!r}")
 
 
 def _byte_level_chars() -> dict[str, int]:

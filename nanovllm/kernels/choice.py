@@ -6,6 +6,8 @@ import functools
 import importlib
 from types import ModuleType
 
+import torch
+
 
 @functools.cache
 def twin(name: str) -> ModuleType | None:
@@ -14,3 +16,10 @@ def twin(name: str) -> ModuleType | None:
         return importlib.import_module(f"nanovllm.kernels.{name}_triton")
     except ImportError:
         return None
+
+
+@functools.cache
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a kernel there may be launched while the one before it still runs, and wait inside for its results
+    (programmatic dependent launch, Hopper and later): start-up and constant data are then loaded in its shadow."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

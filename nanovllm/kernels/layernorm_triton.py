@@ -14,7 +14,7 @@ _TILE = 4096
 _MANY_ROWS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _small_linear_kernel(
     x_ptr,
     w_ptr,
@@ -20,6 +20,7 @@ def _small_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program computes BLOCK_N columns of y for all rows.
 
@@ -31,14 +32,19 @@ def _small_linear_kernel(
     lanes = tl.arange(0, BLOCK_K)
     acc = tl.zeros((ROWS, BLOCK_N, BLOCK_K), dtype=tl.float32)
     w_rows = w_ptr + n.to(tl.int64)[:, None] * K
+    # The weights do not depend on the kernel before: their first tile is on its way while that one ends.
+    mask = (n[:, None] < N) & (lanes[None, :] < K)
+    w = tl.load(w_rows + lanes[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     for start in range(0, K, BLOCK_K):
         k = start + lanes
-        w = tl.load(
-            w_rows + k[None, :], mask=(n[:, None] < N) & (k[None, :] < K), other=0.0, eviction_policy="evict_first"
-        )
-        x = tl.load(
-            x_ptr + rows[:, None] * K + k[None, :], mask=(rows[:, None] < num_rows) & (k[None, :] < K), other=0.0
-        )
+        if start > 0:
+            mask = (n[:, None] < N) & (k[None, :] < K)
+            w = tl.load(w_rows + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        live = (rows[:, None] < num_rows) & (k[None, :] < K)
+        x = tl.load(x_ptr + rows[:, None] * K + k[None, :], mask=live, other=0.0)
         acc += w.to(tl.float32)[None, :, :] * x.to(tl.float32)[:, None, :]
     y = tl.sum(acc, axis=2)
     if HAS_BIAS:
@@ -55,12 +61,19 @@ def small_linear_config(num_rows: int, n: int, k: int) -> dict[str, int]:
     return {"ROWS": triton.next_power_of_2(num_rows), "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": num_warps}
 
 
-def small_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [M, K] contiguous, weight [N, K] contiguous, bias [N] or None; returns [M, N]."""
+def small_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, overlap: bool
+) -> torch.Tensor:
+    """x [M, K], weight [N, K], out [M, N] or None, all contiguous, bias [N] or None; returns [M, N].
+
+    overlap: start while the kernel before still runs (sm_90 and newer).
+    """
     num_rows, k = x.shape
     n = weight.shape[0]
-    y = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)
+    y = torch.empty(num_rows, n, dtype=x.dtype, device=x.device) if out is None else out
     config = small_linear_config(num_rows, n, k)
-    grid = (triton.cdiv(n, config["BLOCK_N"]),)
-    _small_linear_kernel[grid](x, weight, bias, y, num_rows, n, k, HAS_BIAS=bias is not None, **config)
+    options = {"launch_pdl": True} if overlap else {}
+    _small_linear_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
+        x, weight, bias, y, num_rows, n, k, HAS_BIAS=bias is not None, OVERLAP=overlap, **config, **options
+    )
     return y

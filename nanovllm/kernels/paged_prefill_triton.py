@@ -29,16 +29,16 @@ class PrefillConfig(NamedTuple):
 
 
 def prefill_config(capability: tuple[int, int], head_dim: int, windowed: bool) -> PrefillConfig:
-    """Tile and pipeline for a chip; sizes are for a head of 128, numbers of registers as compiled by triton 3.9.
+    """Tile and pipeline for a chip. Bytes are for a head of 128, registers as triton 3.6 and 3.9 compile it.
 
-    sm_90 and sm_100 (227 KiB a program): 128 x 128 tiles with two warpgroups take 160 KB and all 255 registers
-    without a spill, and rescale the accumulator half as often as 128 x 64. With a window, two loops with masks push
-    that over the edge, and tiles cut by a window's edge cost more: 64 keys there, in three stages.
-    Chips with mma.sync want BLOCK_M >= D: then every warp owns whole rows, and the softmax needs no shared memory.
-    Eight warps hold 128 x 64 in 213 registers; four would spill. sm_80 has 163 KiB, three stages take 96 KiB. An A10
-    (sm_86, 125 TFLOP/s, 600 GB/s) and sm_89, sm_120 have 99 KiB: two stages take 64 KiB, as 128 FLOP a byte need
-    1 TB/s at most, a fraction of what their L2 gives, so deep prefetch buys nothing.
-    A head of 256 doubles all of it: fewer keys, and fewer rows where registers or shared memory force it.
+    sm_90 and sm_100 (227 KiB for a program): 128 x 128 tiles in two warpgroups take 160 KiB and all 255 registers, and
+    rescale the accumulator half as often as 128 x 64 tiles. A window adds a second masked loop, which no longer fits,
+    and wide tiles compute more that its edges cut off: 64 keys then, in three stages.
+    Elsewhere mma.sync wants BLOCK_M >= D: only then a warp owns whole rows, and its softmax needs no shared memory.
+    Eight warps hold 128 x 64 in 213 registers, four would spill. On sm_80 (163 KiB) three stages take 96 KiB. An A10
+    (sm_86, 125 TFLOP/s, 600 GB/s), sm_89 and sm_120 have 99 KiB, of which two stages take 64. At 128 FLOP a byte an
+    A10 asks for 1 TB/s at most, and that of its L2: one tile ahead is enough.
+    A head of 256 doubles all of it: fewer keys there, and fewer rows where registers or shared memory force it.
     """
     wide = triton.next_power_of_2(head_dim) > 128
     if capability[0] in (9, 10):
@@ -97,8 +97,10 @@ def _attend_tiles(
         else:
             tile = ids.to(tl.int64) * block_stride + (start + keys) % BLOCK_SIZE * TOKEN_STRIDE
             offsets = dims
+        # One tile ahead and carried by the loop, so that the pipeline gives all its stages to keys and values.
         ids = _block_ids(table_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         if MASKED:
+            # Zeros for what is not live: 0 * NaN is NaN, so a probability of 0 does not hide what lies there.
             live = (start + keys < end) & (start + keys >= first_key) & (dims < HEAD_DIM)
             k = tl.load(k_ptr + tile + offsets, mask=live, other=0.0)
             v = tl.load(v_ptr + tile + offsets, mask=live, other=0.0)
@@ -167,7 +169,8 @@ def _prefill_kernel(
     columns = (kv_head * GROUP + rows % GROUP) * HEAD_DIM + dims
     q = tl.load(q_ptr + (q_start + tokens).to(tl.int64) * q_stride + columns, mask=mask_q, other=0.0)
 
-    # Positions of the tile's first and last token, and the keys that they bound.
+    # Positions of the tile's first and last token. Keys of [begin, end) are seen by some row; those of
+    # [full_begin, full_end) by every row, whole tiles that need no mask.
     low = cached + tile * BLOCK_M // GROUP
     high = tl.minimum(cached + (tile * BLOCK_M + BLOCK_M - 1) // GROUP, context - 1)
     end = high + 1
@@ -182,6 +185,7 @@ def _prefill_kernel(
     table_ptr += seq.to(tl.int64) * table_stride
     k_ptr += kv_head * head_stride
     v_ptr += kv_head * head_stride
+    # Finite, so that a tile in which a row sees no key gives exp2(-inf - top) = 0 and not NaN.
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -14,7 +14,7 @@ _ROWS = 32
 _MANY_TOKENS = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _qkv_kernel(
     qkv_ptr,
     q_weight_ptr,

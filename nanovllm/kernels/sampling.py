@@ -30,14 +30,14 @@ def exponential_noise_ref(seed: torch.Tensor, position: torch.Tensor, vocab_size
         vocab_size: V.
 
     Returns:
-        [R, V] float32, positive (infinite for the one word in 2**32 that rounds to 1).
+        [R, V] float32, positive and finite.
     """
     low = _mix32((seed & 0xFFFFFFFF) ^ _mix32(position & 0xFFFFFFFF))
     high = _mix32(((seed >> 32) + 0x9E3779B9 * (position + 1)) & 0xFFFFFFFF)
     ids = torch.arange(vocab_size, device=seed.device)
     words = _mix32(_mix32(ids[None] ^ low[:, None]) ^ high[:, None])
     # The draw is decided by the smallest values, so the uniform is kept near 0, where float32 is dense.
-    uniform = (words.to(torch.float32) + 0.5) * 2.0**-32
+    uniform = ((words.to(torch.float32) + 0.5) * 2.0**-32).clamp_max(1 - 2.0**-24)
     return -torch.log1p(-uniform)
 
 
@@ -58,7 +58,7 @@ def filter_logits_ref(
     """
     vocab_size = logits.shape[-1]
     floor = logits.amax(-1, keepdim=True) + torch.log(min_p)[:, None]
-    ordered, order = logits.masked_fill(logits < floor, -torch.inf).sort(-1, descending=True, stable=True)
+    ordered, order = logits.masked_fill(logits < floor, -torch.inf).sort(dim=-1, descending=True, stable=True)
     keep_k = torch.where(top_k <= 0, vocab_size, top_k)[:, None]
     rank = torch.arange(vocab_size, device=logits.device)[None]
     ordered = ordered.masked_fill(rank >= keep_k, -torch.inf)
@@ -141,6 +141,8 @@ def token_logprobs_ref(
         logprob of token_ids [R], ids of the k most likely tokens [R, k], their logprobs [R, k].
     """
     normaliser = logits.logsumexp(-1, keepdim=True)
+    # Where the largest logit is not finite nothing can be said: NaN, and not 0 or -inf for some of the row.
+    normaliser = normaliser.masked_fill(~normaliser.isfinite(), torch.nan)
     chosen = logits.gather(-1, token_ids.clamp_min(0)[:, None]) - normaliser
     top, top_ids = logits.topk(num_top, dim=-1)
     return chosen[:, 0], top_ids, top - normaliser

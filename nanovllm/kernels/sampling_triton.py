@@ -1,14 +1,13 @@
-"""Drawing tokens and reading log probabilities off [R, V] logits of any float dtype, computed in float32.
+"""Drawing tokens from [R, V] logits of any float dtype, computed in float32, spread over the device also for R = 1.
 
-A row is cut into at most 256 blocks whose maxima are found first; later passes read only blocks that can matter.
+A row is cut into at most 256 blocks; later steps read only those that can matter:
 
-1. `_stats_kernel`: each block's maximum, where it is, and (for top-p and log probabilities) its sum of exponentials.
-2. `_threshold_kernel`, where rows filter: the smallest logit a row keeps, by bisection on the floats' bits.
-3. `_race_kernel`: the exponential race among the blocks that can hold the winner.
-4. `_finish_kernel`: one token per row.
+1. `block_stats`: each block's maximum, where it is, and (for top-p and log probabilities) its sum of exponentials.
+2. `thresholds` of `sampling_filter_triton.py`, where rows filter: the smallest logit a row keeps.
+3. `draw`: the exponential race among the blocks that can hold the winner, then one token per row.
 
-Bytes moved for s-byte logits: R V s in 1; at most that again in 3, next to nothing where a few logits lead the row by
-23 (what the noise can make up for). 2 reads the blocks that a top-k or top-p bound cannot exclude, rarely more.
+Bytes moved for logits of s bytes: R V s in 1. In 3 at most that again; next to nothing where the largest logit / T
+leads the others by 23, which is what the noise can make up for. The rest is 12 bytes a block.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import triton.language as tl
 
 _MAX_BLOCKS = 256
 _MIN_BLOCK = 256
+_STATS_PROGRAMS = 8192
 _RACE_TILE = 1024
 _RACE_PROGRAMS = 2048
 
@@ -39,9 +39,10 @@ def _mix32(x):
 
 @triton.jit
 def _uniform(ids, low, high):
-    """The uniform number in (0, 1] of each token id; low and high are made of the row's seed and position."""
+    """The uniform number in (0, 1) of each token id; low and high are made of the row's seed and position."""
     word = _mix32(_mix32(ids.to(tl.uint32) ^ low) ^ high)
-    return (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    # The largest words would round to 1, whose noise is infinite.
+    return tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
 
 
 @triton.jit
@@ -57,6 +58,9 @@ def _log_noise(uniform):
     series = 1 / 7 + q * (1 / 9 + q * series)
     series = 1.0 + q * (1 / 3 + q * (1 / 5 + q * series))
     return tl.log(tl.where(uniform < 0.5, 2.0 * s * series, -tl.log(1.0 - uniform)))
+
+
+# The next three as in `sampling_filter_triton.py`: a kernel file imports no other.
 
 
 @triton.jit
@@ -83,7 +87,7 @@ def _ids(rank, first, V, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.co
     return ids, (block >= 0) & (ids < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_program"])
 def _stats_kernel(
     logits_ptr,
     row_ptr,
@@ -93,30 +97,32 @@ def _stats_kernel(
     sum_ptr,
     V,
     num_blocks,
+    per_program,
     logits_stride,
     temperature_stride,
     SUM: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of one row: maximum (a NaN counts as +inf), its first id, sum of exp((x - maximum) / temperature)."""
+    """Some blocks of one row: maximum (a NaN counts as +inf), its first id, sum of exp((x - maximum) / temperature)."""
     r = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + r * logits_stride + ids, mask=ids < V, other=-_INF).to(tl.float32)
-    x = tl.where(x != x, _INF, x)
-    top = tl.max(x, 0)
-    target = r * num_blocks + block
-    tl.store(max_ptr + target, top)
-    tl.store(arg_ptr + target, tl.min(tl.where(x == top, ids, _NO_ID), 0))
-    if SUM:
-        rate = 1.0
-        if SCALED:
-            row = tl.maximum(tl.load(row_ptr + r), 0)
-            temperature = tl.load(temperature_ptr + row * temperature_stride)
-            rate = 1.0 / tl.where(temperature < _GREEDY, 1.0, temperature)
-        base = tl.where(top == -_INF, 0.0, top)
-        tl.store(sum_ptr + target, tl.sum(tl.exp((x - base) * rate), 0))
+    rate = 1.0
+    if SCALED:
+        row = tl.maximum(tl.load(row_ptr + r), 0)
+        temperature = tl.load(temperature_ptr + row * temperature_stride)
+        rate = 1.0 / tl.where(temperature < _GREEDY, 1.0, temperature)
+    first = tl.program_id(1) * per_program
+    for block in range(first, tl.minimum(first + per_program, num_blocks)):
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + r * logits_stride + ids, mask=ids < V, other=-_INF).to(tl.float32)
+        x = tl.where(x != x, _INF, x)
+        top = tl.max(x, 0)
+        target = r * num_blocks + block
+        tl.store(max_ptr + target, top)
+        tl.store(arg_ptr + target, tl.min(tl.where(x == top, ids, _NO_ID), 0))
+        if SUM:
+            base = tl.where(top == -_INF, 0.0, top)
+            tl.store(sum_ptr + target, tl.sum(tl.exp((x - base) * rate), 0))
 
 
 @triton.jit
@@ -190,7 +196,7 @@ def _race_kernel(
         tl.store(winner_ptr + r * num_shares + share, winner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_shares"])
 def _finish_kernel(
     row_ptr,
     temperature_ptr,
@@ -218,7 +224,8 @@ def _finish_kernel(
         scores = tl.load(score_ptr + r * num_shares + index, mask=mask, other=-_INF)
         winners = tl.load(winner_ptr + r * num_shares + index, mask=mask, other=_NO_ID)
         drawn = tl.min(tl.where(scores == tl.max(scores, 0), winners, _NO_ID), 0)
-        token = tl.where(temperature < _GREEDY, token, drawn)
+        # Without a winner (infinite noise, or logits / temperature overflow) the largest logit takes it.
+        token = tl.where((temperature < _GREEDY) | (drawn == _NO_ID), token, drawn)
     token = tl.where((best > -_INF) & (best < _INF), token, -1)
     tl.store(out_ptr + r, token.to(tl.int64))
 
@@ -247,7 +254,8 @@ def block_stats(
     maxes = torch.empty((num_rows, num_blocks), dtype=torch.float32, device=logits.device)
     args = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
     sums = torch.empty_like(maxes) if with_sums else maxes
-    _stats_kernel[(num_rows, num_blocks)](
+    per_program = max(1, min(8, num_rows * num_blocks // _STATS_PROGRAMS))
+    _stats_kernel[(num_rows, triton.cdiv(num_blocks, per_program))](
         logits,
         rows if rows is not None else args,
         temperature if temperature is not None else maxes,
@@ -256,6 +264,7 @@ def block_stats(
         sums,
         vocab_size,
         num_blocks,
+        per_program,
         logits.stride(0),
         temperature.stride(0) if temperature is not None else 0,
         SUM=with_sums,

@@ -20,6 +20,6 @@ class Embedding(nn.Module):
         """[T] int64 to [T, dim]."""
         return F.embedding(token_ids, self.weight)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, dim] to [R, vocab_size]."""
-        return linear(hidden, self.weight, None)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[R, dim] to [R, vocab_size], in `out` if given."""
+        return linear(hidden, self.weight, None, out)

@@ -112,6 +112,9 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
 def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
     """transformers 5 keeps all in `rope_parameters`; 4 keeps `rope_theta` beside `rope_scaling` (null for none),
     whose type is under "rope_type" or, before that, "type"."""
+    nested = [name for name, value in (raw.get("rope_parameters") or {}).items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(f"config.json: rope_parameters per layer type ({', '.join(nested)}) are not supported")
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     rope["rope_theta"] = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0

@@ -124,6 +124,6 @@ class CausalDecoder(nn.Module):
         """[T] token ids and positions to [T, hidden_size]."""
         return self.model(token_ids, positions, caches)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden_size] to [R, vocab_size]."""
-        return (self.lm_head or self.model.embed_tokens).logits(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[R, hidden_size] to [R, vocab_size], in `out` if given."""
+        return (self.lm_head or self.model.embed_tokens).logits(hidden, out)
