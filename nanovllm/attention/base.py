@@ -26,7 +26,7 @@ class AttentionMetadata:
 
     slot_mapping: [T] int64, where each token's KV is written.
     block_table: [S, max_blocks] int32, block ids of each sequence.
-    cu_seqlens_q, cu_seqlens_k: [S + 1] int32, running sums of query and key lengths.
+    cu_seqlens_q, cu_seqlens_k: [S + 1] int32, running sums of query and key lengths; None for decode.
     context_lens: [S] int32, key lengths.
     query_lens, seq_lens: the same lengths on the host, so that nothing waits for the device to tell a size.
     is_decode: every sequence has exactly one query token.
@@ -35,8 +35,8 @@ class AttentionMetadata:
 
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    cu_seqlens_k: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
     context_lens: torch.Tensor
     query_lens: list[int]
     seq_lens: list[int]

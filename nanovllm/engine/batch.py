@@ -12,6 +12,7 @@ import torch
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.engine.step import PrefillChunk, RowStart, Sampling, Step
 from nanovllm.kernels import sampling as ops
+from nanovllm.kernels.decode_rows import gather_rows, scatter_tokens
 
 
 def upload(values: Seq, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -69,12 +70,13 @@ class Rows:
 
     def record(self, rows: torch.Tensor, token_ids: torch.Tensor, sampling: Sampling) -> None:
         """Remember the drawn tokens ([R'] for [R'] rows); a failed row (-1) goes on from token 0 until it ends."""
-        token_ids = token_ids.clamp_min(0)
-        self.last_token[rows] = token_ids
+        scatter_tokens(rows, token_ids, self.last_token)
         if sampling.penalized:
             at = upload(sampling.penalized, torch.int64, self.device)
             self.output_counts.index_put_(
-                (rows[at], token_ids[at]), torch.ones(1, dtype=torch.int16, device=self.device), accumulate=True
+                (rows[at], token_ids[at].clamp_min(0)),
+                torch.ones(1, dtype=torch.int16, device=self.device),
+                accumulate=True,
             )
 
     def penalize(self, logits: torch.Tensor, rows: torch.Tensor, positions: list[int]) -> None:
@@ -119,23 +121,18 @@ def decode_inputs(rows: torch.Tensor, state: Rows, block_size: int, seq_lens: li
         block_size: tokens per KV block.
         seq_lens: tokens of each row including the new one, or a bound on them.
     """
-    positions = state.context_len[rows]
-    block_table = state.block_table[rows]
-    is_padding = rows == state.padding_row
-    slots = _slots(block_table, torch.arange(len(rows), device=rows.device), positions, block_size)
-    context_lens = (positions + 1).masked_fill(is_padding, 0)
-    ones = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+    gathered = gather_rows(rows, state.last_token, state.context_len, state.block_table, block_size, state.padding_row)
     attention = AttentionMetadata(
-        slot_mapping=slots.masked_fill(is_padding, -1),
-        block_table=block_table,
-        cu_seqlens_q=ones,
-        cu_seqlens_k=_running_sum(context_lens),
-        context_lens=context_lens.to(torch.int32),
+        slot_mapping=gathered.slot_mapping,
+        block_table=gathered.block_table,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        context_lens=gathered.context_lens,
         query_lens=[1] * len(seq_lens),
         seq_lens=seq_lens,
         is_decode=True,
     )
-    return Inputs(state.last_token[rows], positions, attention)
+    return Inputs(gathered.token_ids, gathered.positions, attention)
 
 
 def prefill_inputs(chunks: list[PrefillChunk], rows: torch.Tensor, state: Rows, block_size: int) -> Inputs:

@@ -10,19 +10,22 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, F, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, F, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """BLOCK outputs of one row; x is [N, 2F], out is [N, F]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < F
     source = x_ptr + row * x_stride + column
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + F, mask=mask, other=0.0).to(tl.float32)
     out = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out_ptr + row * F + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(x: torch.Tensor, overlap: bool = False) -> torch.Tensor:
     """See `kernels/activation.py`."""
     size = x.shape[-1] // 2
     rows = x.reshape(-1, 2 * size)
@@ -32,5 +35,14 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if out.numel():
         block = min(_BLOCK, triton.next_power_of_2(size))
         grid = (rows.shape[0], triton.cdiv(size, block))
-        _silu_and_mul_kernel[grid](rows, out, rows.stride(0), size, BLOCK=block, num_warps=max(1, block // 256))
+        _silu_and_mul_kernel[grid](
+            rows,
+            out,
+            rows.stride(0),
+            size,
+            BLOCK=block,
+            OVERLAP=overlap,
+            num_warps=max(1, block // 256),
+            **({"launch_pdl": True} if overlap else {}),
+        )
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.choice import twin
+from nanovllm.kernels.choice import overlaps_launches, twin
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,7 +34,9 @@ def add_rms_norm_ref(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm_ref`, by a kernel where there is one."""
     kernel = twin("layernorm") if x.is_cuda else None
-    return rms_norm_ref(x, weight, eps) if kernel is None else kernel.rms_norm(x, weight, eps)
+    return (
+        rms_norm_ref(x, weight, eps) if kernel is None else kernel.rms_norm(x, weight, eps, overlaps_launches(x.device))
+    )
 
 
 def add_rms_norm(
@@ -42,5 +44,6 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm_ref`, by a kernel where there is one; both inputs are left as they were."""
     kernel = twin("layernorm") if x.is_cuda else None
-    run = add_rms_norm_ref if kernel is None else kernel.add_rms_norm
-    return run(x, residual, weight, eps)
+    if kernel is None:
+        return add_rms_norm_ref(x, residual, weight, eps)
+    return kernel.add_rms_norm(x, residual, weight, eps, overlaps_launches(x.device))

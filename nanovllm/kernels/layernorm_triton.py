@@ -29,12 +29,17 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """ROWS rows of [num_rows, D]; with ADD the sum x + residual is normalised, and stored too."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     mask = (row < num_rows) & (column < D)
     row = row.to(tl.int64)
+    weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
     if ADD:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=mask, other=0.0)
@@ -44,24 +49,23 @@ def _rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)
     # Rounded before the weight is applied, as the reference does.
     normed = (wide * scale[:, None]).to(x_ptr.dtype.element_ty).to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=column < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * D + column, (normed * weight).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, overlap: bool = False) -> torch.Tensor:
     """See `kernels/layernorm.py`."""
-    return _launch(x, None, weight, eps)[0]
+    return _launch(x, None, weight, eps, overlap)[0]
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, overlap: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels/layernorm.py`."""
-    return _launch(x, residual, weight, eps)
+    return _launch(x, residual, weight, eps, overlap)
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, overlap: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm and the sum; without a residual the second is the first."""
     dim = x.shape[-1]
@@ -88,7 +92,9 @@ def _launch(
         BLOCK=block,
         ROWS=per_program,
         ADD=add,
+        OVERLAP=overlap,
         num_warps=min(16, max(1, block * per_program // 512)),
+        **({"launch_pdl": True} if overlap else {}),
     )
     return out, total
 

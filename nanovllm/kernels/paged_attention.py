@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.choice import twin
+from nanovllm.kernels.choice import overlaps_launches, twin
 
 
 def prefill_attention_ref(
@@ -136,8 +136,10 @@ def decode_attention(
 ) -> torch.Tensor:
     """`decode_attention_ref`, by a kernel where there is one (as `prefill_attention`); nothing waits for the device."""
     kernel = twin("paged_decode") if q.is_cuda and q.dtype != torch.float32 else None
-    run = decode_attention_ref if kernel is None else kernel.decode_attention
-    return run(_rows(q), k_cache, v_cache, block_table, context_lens, max_seqlen_k, scale, window)
+    rest = (k_cache, v_cache, block_table, context_lens, max_seqlen_k, scale, window)
+    if kernel is None:
+        return decode_attention_ref(q, *rest)
+    return kernel.decode_attention(_rows(q), *rest, overlap=overlaps_launches(q.device))
 
 
 def _rows(q: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,7 @@ def _decode_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One split of the keys for BLOCK_H heads of a group; grid (KV * tiles of a group, splits, S).
 
@@ -111,6 +112,9 @@ def _decode_kernel(
     HEAD_TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     kv_head, head_tile = tl.program_id(0) // HEAD_TILES, tl.program_id(0) % HEAD_TILES
     split, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     context = tl.load(context_ptr + seq)
     first, tiles, splits = _live_splits(context, window, HAS_WINDOW, MIN_TILES, BLOCK_N)
     # The grid is fixed, perhaps in a graph; how a sequence is cut is decided here, by its length: into equal parts,
@@ -183,6 +187,7 @@ def _combine_kernel(
     MAX_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Mean of the splits that had keys, weighted by their sums; grid (H, S). A program reads 4 * D + 8 bytes a split
@@ -196,6 +201,9 @@ def _combine_kernel(
     part_ptr += row * num_splits * HEAD_DIM
     lse_ptr += row * num_splits
     every = tl.arange(0, MAX_SPLITS)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     all_lse = tl.load(lse_ptr + every, mask=every < num_splits, other=float("-inf"))
     _, _, splits = _live_splits(tl.load(context_ptr + seq), window, HAS_WINDOW, MIN_TILES, BLOCK_N)
     all_lse = tl.where(every < splits, all_lse, float("-inf"))
@@ -236,6 +244,7 @@ def decode_attention(
     window: int | None = None,
     splits: int | None = None,
     config: DecodeConfig | None = None,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """See `paged_attention.decode_attention`. `splits` (up to 128) and `config` are for measurements."""
     num_seqs, num_heads, head_dim = q.shape
@@ -260,6 +269,8 @@ def decode_attention(
         "MIN_TILES": _MIN_TILES,
         "BLOCK_D": max(triton.next_power_of_2(head_dim), 16),
         "BLOCK_N": config.block_n,
+        "OVERLAP": overlap,
+        **({"launch_pdl": True} if overlap else {}),
     }
     _decode_kernel[(programs, splits, num_seqs)](
         q,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.choice import twin
+from nanovllm.kernels.choice import overlaps_launches, twin
 from nanovllm.kernels.kv_cache import write_kv_ref
 from nanovllm.kernels.layernorm import rms_norm_ref
 from nanovllm.kernels.rotary import rotary_ref
@@ -47,7 +47,9 @@ def split_norm_rotate_write_ref(
     cos, sin = cos_table[positions].unsqueeze(1), sin_table[positions].unsqueeze(1)
     k = rotary_ref(k, cos, sin)
     written = slot_mapping >= 0
-    write_kv_ref(k[written], v[written], k_cache, v_cache, slot_mapping[written])
+    if not written.all():
+        k, v, slot_mapping = k[written], v[written], slot_mapping[written]
+    write_kv_ref(k, v, k_cache, v_cache, slot_mapping)
     return rotary_ref(q, cos, sin)
 
 
@@ -67,18 +69,8 @@ def split_norm_rotate_write(
 ) -> torch.Tensor:
     """`split_norm_rotate_write_ref`, by a kernel where there is one; the kernel rounds once, at the end."""
     kernel = twin("qkv") if qkv.is_cuda else None
-    run = split_norm_rotate_write_ref if kernel is None else kernel.split_norm_rotate_write
-    return run(
-        qkv,
-        num_heads,
-        num_kv_heads,
-        q_weight,
-        k_weight,
-        eps,
-        cos_table,
-        sin_table,
-        positions,
-        k_cache,
-        v_cache,
-        slot_mapping,
-    )
+    heads, norm = (num_heads, num_kv_heads), (q_weight, k_weight, eps)
+    rest = (cos_table, sin_table, positions, k_cache, v_cache, slot_mapping)
+    if kernel is None:
+        return split_norm_rotate_write_ref(qkv, *heads, *norm, *rest)
+    return kernel.split_norm_rotate_write(qkv, *heads, *norm, *rest, overlaps_launches(qkv.device))

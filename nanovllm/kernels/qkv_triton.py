@@ -36,6 +36,7 @@ def _qkv_kernel(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """TOKENS tokens, HEADS neighbouring heads, which are all queries, all keys or all values: HEADS divides H and KV.
 
@@ -46,6 +47,9 @@ def _qkv_kernel(
     row = tl.arange(0, TOKENS * HEADS)
     token = tl.program_id(0) * TOKENS + row // HEADS
     live = token < num_tokens
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     slot = tl.load(slot_ptr + token, mask=live, other=-1)
     position = tl.load(position_ptr + token, mask=live, other=0)
     token = token.to(tl.int64)
@@ -103,6 +107,7 @@ def split_norm_rotate_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """See `kernels/qkv.py`."""
     num_tokens, dim = qkv.shape[0], k_cache.shape[-1]
@@ -135,6 +140,8 @@ def split_norm_rotate_write(
         TOKENS=tokens,
         HEADS=heads,
         NORM=q_weight is not None,
+        OVERLAP=overlap,
         num_warps=min(8, max(1, tokens * heads * half_block // 512)),
+        **({"launch_pdl": True} if overlap else {}),
     )
     return q

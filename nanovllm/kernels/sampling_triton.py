@@ -18,7 +18,9 @@ import triton.language as tl
 
 _MAX_BLOCKS = 256
 _MIN_BLOCK = 256
+# From so many programs on, each takes several blocks: starting one costs about what a block does.
 _STATS_PROGRAMS = 8192
+# Logits at a time, and programs in all, of the race.
 _RACE_TILE = 1024
 _RACE_PROGRAMS = 2048
 

@@ -1,0 +1,78 @@
+"""A few rows times a matrix of weights: kernel against torch; and every kernel that may start before its predecessor
+has ended compiles that way too."""
+
+import pytest
+import torch
+from triton_tools import COMPILED, DEVICES, SHARED_MEMORY, assert_as_good, check_compiles, interpreted, record_launches
+
+from nanovllm.kernels import (
+    activation_triton,
+    layernorm_triton,
+    linear,
+    linear_triton,
+    paged_decode_triton,
+    qkv_triton,
+)
+
+OVERLAPPING = (90, 100, 120)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape", [(1, 37, 96), (1, 64, 1030), (2, 16, 1536), (3, 130, 257), (4, 2, 16)], ids=str)
+def test_small_linear(device, shape, bias):
+    """Rows that are no power of two, N and K that are no multiples of the tile."""
+    rows, n, k = shape
+    x, weight, b = torch.randn(rows, k), torch.randn(n, k), torch.randn(n)
+    exact = x.bfloat16().double() @ weight.bfloat16().double().T + (b.bfloat16().double() if bias else 0)
+    x, weight, b = (tensor.to(device, torch.bfloat16) for tensor in (x, weight, b))
+    out = torch.full((rows, n), torch.nan, dtype=torch.bfloat16, device=device)
+    overlap = device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
+    got = linear_triton.small_linear(x, weight, b if bias else None, out, overlap)
+    assert got is out
+    assert_as_good(got, linear.linear_ref(x, weight, b if bias else None), exact)
+
+
+def test_which_rows_take_the_kernel():
+    """A vector always; a few rows only where N is small."""
+    assert linear.takes_small_kernel(1, 151936)
+    assert linear.takes_small_kernel(4, 1024)
+    assert not linear.takes_small_kernel(2, 4096)
+    assert not linear.takes_small_kernel(5, 1024)
+
+
+def test_on_a_cpu_it_is_torchs():
+    x, weight = torch.randn(2, 8), torch.randn(4, 8)
+    assert torch.equal(linear.linear(x, weight, None), torch.nn.functional.linear(x, weight))
+    out = torch.empty(2, 4)
+    assert torch.equal(linear.linear(x, weight, None, out), out)
+
+
+def launches(overlap):
+    """One launch of each kernel of a decode step, in the shapes of Qwen3-0.6B."""
+    z = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)  # noqa: E731
+    x, cache, ids = z(3, 1024), z(5, 64, 8, 128), torch.zeros(3, dtype=torch.int64)
+    lens, table = torch.ones(3, dtype=torch.int32), torch.zeros(3, 4, dtype=torch.int32)
+    heads = (z(3, 4096), 16, 8, z(128), z(128), 1e-6, z(64, 128), z(64, 128), ids, cache, cache, ids)
+    decode = (z(3, 16, 128), cache, cache, table, lens, 64, 0.1)
+    calls = {
+        layernorm_triton: lambda: layernorm_triton.add_rms_norm(x, x, x[0], 1e-6, overlap),
+        activation_triton: lambda: activation_triton.silu_and_mul(x, overlap),
+        qkv_triton: lambda: qkv_triton.split_norm_rotate_write(*heads, overlap),
+        paged_decode_triton: lambda: paged_decode_triton.decode_attention(*decode, splits=4, overlap=overlap),
+        linear_triton: lambda: linear_triton.small_linear(x[:1], z(4096, 1024), None, None, overlap),
+    }
+    return [launch for module, call in calls.items() for launch in record_launches(module, call)]
+
+
+@COMPILED
+def test_compiles():
+    """On each chip as it is launched there: overlapping from Hopper on."""
+    jobs = [(launches(False)[-1], cc) for cc in SHARED_MEMORY if cc not in OVERLAPPING]
+    check_compiles(jobs + [(launch, cc) for cc in OVERLAPPING for launch in launches(True)])
+
+
+@COMPILED
+def test_under_the_interpreter():
+    with interpreted(__file__) as finish:
+        finish()
