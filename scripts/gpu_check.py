@@ -24,16 +24,19 @@ def fixed(num_seqs: int, input_len: int, output_len: int) -> list[str]:
 
 
 DUMMY = ["bench.py", "--load-format", "dummy", "--model", "qwen3-0.6b"]
+DUMMY_8B = ["bench.py", "--load-format", "dummy", "--model", "qwen3-8b"]
 
 JOBS: dict[str, list[str]] = {
-    "tests": ["-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"],
-    "mixed": DUMMY,
+    "tests": ["-m", "pytest", "-m", "gpu", "-q", "--durations=8"],
+    "mixed": [*DUMMY, "--rounds", "3"],
     "decode_512": [*DUMMY, *fixed(512, 32, 512)],
     "decode_128": [*DUMMY, *fixed(512, 32, 512), "--max-num-seqs", "128"],
     "decode_1024": [*DUMMY, *fixed(1024, 32, 512), "--max-num-seqs", "1024"],
     "latency_1": [*DUMMY, *fixed(1, 128, 512), "--rounds", "3"],
     "latency_8": [*DUMMY, *fixed(8, 128, 512), "--rounds", "3"],
     "prefill_heavy": [*DUMMY, *fixed(64, 4096, 8), "--max-model-len", "8192", "--rounds", "3"],
+    "mixed_8b": DUMMY_8B,
+    "latency_1_8b": [*DUMMY_8B, *fixed(1, 128, 512)],
 }
 
 

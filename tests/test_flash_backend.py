@@ -181,6 +181,12 @@ def test_engine_with_flash_gives_transformers_tokens(name, budget, request, fake
     assert min(fake.calls.values()) > 0
 
 
+def test_engine_with_flash_takes_whole_pages_alone(flash_engine, qwen3_path):
+    """The package reads pages of 256 tokens or multiples."""
+    with pytest.raises(ValueError, match=r"kvcache_block_size=128 .*'flash'.*multiples of 256"):
+        flash_engine(qwen3_path, kvcache_block_size=128)
+
+
 def test_engine_with_flash_in_bfloat16(fake, flash_engine, qwen3_path):
     """Everything the package checks holds in the dtype it takes; scores are as close to float32 as torch's."""
     prompts = make_prompts(40, 300)

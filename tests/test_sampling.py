@@ -67,7 +67,7 @@ def test_filters_at_their_edges():
     """1.0 and 0 keep all however flat the distribution; tiny values keep the most likely token."""
     flat = torch.zeros(6, 70000)
     flat[:, 5] = 1e-3
-    top_k, top_p, min_p = ints(-1, 0, 10**6, 1, -1, -1), floats(1, 1, 1, 1, 1e-9, 1), floats(0, 0, 0, 0, 0, 1)
+    top_k, top_p, min_p = ints(-1, 0, 10**6, 1, -1, -1), floats(1, 1, 1, 1, 1e-50, 1), floats(0, 0, 0, 0, 0, 1)
     kept = filtered(flat, top_k, top_p, min_p)
     assert [len(row) for row in kept] == [70000] * 3 + [1, 1, 1]
     assert kept[3] == kept[4] == kept[5] == {5}
@@ -278,10 +278,11 @@ def test_min_tokens(llm):
         for temperature in (0, 1.0):
             params = {"logit_bias": {eos: 100.0}, "temperature": temperature, "max_tokens": 9, **extra}
             assert tokens(llm, PROMPT, **params) == [[eos]]
-            (output,) = run(llm, PROMPT, min_tokens=4, **params)
-            assert len(output["token_ids"]) == 5
-            assert output["token_ids"].index(eos) == 4
-            assert output["finish_reason"] == "stop"
+            for least in (1, 4):
+                (output,) = run(llm, PROMPT, min_tokens=least, **params)
+                assert len(output["token_ids"]) == least + 1
+                assert output["token_ids"].index(eos) == least
+                assert output["finish_reason"] == "stop"
 
 
 def test_logit_bias(llm, qwen3_path):
