@@ -144,6 +144,7 @@ class EngineConfig:
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         check_int("seed", self.seed, 0)
+        check(self.seed < 2**63, "seed", self.seed, "below 2**63")
         if self.kvcache_block_size is not None:
             check_int("kvcache_block_size", self.kvcache_block_size, 1)
         if self.num_kvcache_blocks != -1:

@@ -228,7 +228,9 @@ class LLM:
         tokenizer = self._require_engine().tokenizer
         if not isinstance(prompts, (str, list, tuple)):
             raise TypeError(f"prompts are a string, a list of token ids, or a list of such, got {prompts!r}")
-        single = isinstance(prompts, str) or (bool(prompts) and all(not isinstance(p, (str, list, tuple)) for p in prompts))
+        single = isinstance(prompts, str) or (
+            bool(prompts) and all(not isinstance(p, (str, list, tuple)) for p in prompts)
+        )
         batch: list[Any] = [prompts] if single else list(prompts)
         for prompt in batch:
             if not isinstance(prompt, (str, list, tuple)):

@@ -10,6 +10,8 @@ from nanovllm.config import check, check_int, is_number, unknown_name_error
 
 # Below this the scaled logits could overflow float32; the distribution is one-hot long before.
 GREEDY_TEMPERATURE = 1e-5
+# Twice this is still a float32.
+_MAX_BIAS = 1e38
 
 
 @dataclass(frozen=True, init=False)
@@ -134,7 +136,8 @@ class SamplingParams:
         check(isinstance(self.logit_bias, dict), "logit_bias", self.logit_bias, "a dict of token id to number")
         for token_id, bias in self.logit_bias.items():
             check_int("logit_bias token id", token_id, 0)
-            check(is_number(bias) and math.isfinite(bias), f"logit_bias[{token_id}]", bias, "a finite number")
+            ok = is_number(bias) and abs(bias) <= _MAX_BIAS
+            check(ok, f"logit_bias[{token_id}]", bias, f"a finite number, at most {_MAX_BIAS:.0e} either way")
 
 
 def _as_tuple(name: str, value: Any, allowed: str) -> tuple:

@@ -44,7 +44,7 @@ BAD_KNOBS = {
     "kvcache_block_size": ([0, -16, 1.5, "8", True], "at least 1"),
     "num_kvcache_blocks": ([0, -2, *NOT_INTS], "at least 1, or -1"),
     "gpu_memory_utilization": ([0, -0.1, 1.01, math.nan, math.inf, "0.9", True, None], r"in \(0, 1\]"),
-    "seed": ([-1, *NOT_INTS], "at least 0"),
+    "seed": ([-1, 2**63, *NOT_INTS], r"at least 0|below 2\*\*63"),
     "tokenizer": (["nowhere", 5], "directory"),
 }
 BAD_KNOB_VALUES = [(name, value, allowed) for name, (values, allowed) in BAD_KNOBS.items() for value in values]
@@ -173,7 +173,7 @@ BAD_PARAMS = {
     "frequency_penalty": ([-2.1, 2.1, math.nan, "0", None], r"in \[-2, 2\]"),
     "repetition_penalty": ([0, -1, math.inf, math.nan, "1", None], "above 0"),
     "logit_bias": (
-        [[1], {"5": 1.0}, {-1: 1.0}, {5: math.nan}, {5: math.inf}, {5: "1"}, {True: 1.0}],
+        [[1], {"5": 1.0}, {-1: 1.0}, {5: math.nan}, {5: math.inf}, {5: 1e39}, {5: "1"}, {True: 1.0}],
         "dict|int|finite",
     ),
     "logprobs": ([-1, 1.5, "1", True], "at least 0"),

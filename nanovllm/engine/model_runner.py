@@ -8,6 +8,7 @@ import torch
 
 from nanovllm import platform
 from nanovllm.attention.base import AttentionBackend, KVCache
+from nanovllm.cache_spec import PagedKVSpec
 from nanovllm.context import ForwardContext, forward_context
 from nanovllm.engine.batch import Inputs, Rows, decode_inputs, prefill_inputs, upload
 from nanovllm.engine.cuda_graph import DecodeGraphs
@@ -87,11 +88,14 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> None:
         """Make the KV pool; one block more than asked for stays zero, for padding to read."""
         self.num_blocks = num_blocks
-        self.caches = [
-            KVCache(*(torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
-            for spec in self.specs
-            for shape in [(num_blocks + 1, self.block_size, spec.num_kv_heads, spec.head_dim)]
-        ]
+        self.caches = [self._new_cache(spec) for spec in self.specs]
+
+    def _new_cache(self, spec: PagedKVSpec) -> KVCache:
+        shape = (self.num_blocks + 1, self.block_size, spec.num_kv_heads, spec.head_dim)
+        cache = KVCache(*(torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2)))
+        for tensor in cache:
+            tensor[-1] = 0  # the others are left untouched: on a CPU their memory is not even taken until used
+        return cache
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int, max_model_len: int) -> None:
