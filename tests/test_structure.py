@@ -11,10 +11,10 @@ from structure import LAYOUT, PACKAGE, PACKAGE_LINES, ROOT, RULES, make_package,
 PUBLIC_NAMES = {"LLM", "SamplingParams", "RequestOutput", "__version__"}
 
 TOP_LEVEL = {
-    *("nanovllm", "tests", "docs", "scripts", "examples", ".ci", ".gitignore"),
+    *("nanovllm", "tests", "docs", "scripts", ".ci", ".gitignore"),
     *("example.py", "bench.py", "pyproject.toml", "README.md", "LICENSE"),
 }
-TOP_LEVEL_OPTIONAL = {"bench_quant.py", "bench_quant_quality.py"}
+TOP_LEVEL_OPTIONAL = {"examples", "bench_quant.py", "bench_quant_quality.py"}
 
 
 @pytest.mark.parametrize("rule", RULES)
