@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -60,6 +61,11 @@ def held_memory(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 0, 0
     return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+
+
+def as_current(device: torch.device) -> AbstractContextManager:
+    """Make `device` the current one, on which kernels are launched and graphs captured; nothing to do for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def synchronize(device: torch.device) -> None:

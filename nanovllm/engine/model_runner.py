@@ -111,19 +111,21 @@ class ModelRunner:
             count = -(-n // self.block_size)
             self.rows.block_table[i, :count] = torch.arange(first, first + count)
             first += count
-        self._prefill(chunks, sampling)
-        logits = torch.zeros(len(self.rows.last_token), self.model.config.vocab_size, device=self.device)
-        self._sample(logits, torch.arange(len(logits), device=self.device), sampling)
+        with platform.as_current(self.device):
+            self._prefill(chunks, sampling)
+            logits = torch.zeros(len(self.rows.last_token), self.model.config.vocab_size, device=self.device)
+            self._sample(logits, torch.arange(len(logits), device=self.device), sampling)
         platform.synchronize(self.device)
         self.caches = []
 
     @torch.inference_mode()
     def run(self, step: Step) -> PendingResult:
         """Launch a step; on a GPU this returns before it is done."""
-        self.rows.apply(step)
-        if step.chunks:
-            return self._prefill(step.chunks, step.sampling)
-        return self._decode(step)
+        with platform.as_current(self.device):
+            self.rows.apply(step)
+            if step.chunks:
+                return self._prefill(step.chunks, step.sampling)
+            return self._decode(step)
 
     @torch.inference_mode()
     def capture(self, show_progress: bool) -> float:
@@ -133,7 +135,8 @@ class ModelRunner:
         max_num_seqs = self.rows.padding_row
         self._logits = torch.empty(max_num_seqs, self.model.config.vocab_size, dtype=self.dtype, device=self.device)
         graphs = DecodeGraphs(self._decode_plain, max_num_seqs, self.rows.padding_row, self.device)
-        seconds = graphs.capture(show_progress)
+        with platform.as_current(self.device):
+            seconds = graphs.capture(show_progress)
         self.graphs = graphs
         return seconds
 
