@@ -76,9 +76,9 @@ class LLM:
         self,
         messages: list[dict] | list[list[dict]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation or a batch of them, rendered by the model's own chat template.
 
