@@ -28,6 +28,7 @@ DUMMY_8B = ["bench.py", "--load-format", "dummy", "--model", "qwen3-8b"]
 
 JOBS: dict[str, list[str]] = {
     "tests": ["-m", "pytest", "-m", "gpu", "-q", "--durations=8"],
+    "kernels": ["scripts/bench_kernels.py"],
     "mixed": [*DUMMY, "--rounds", "3"],
     "decode_512": [*DUMMY, *fixed(512, 32, 512)],
     "decode_128": [*DUMMY, *fixed(512, 32, 512), "--max-num-seqs", "128"],
@@ -43,11 +44,17 @@ JOBS: dict[str, list[str]] = {
 def run_job(name: str, argv: list[str], out: Path, timeout: float) -> dict:
     """Run one job in a process of its own; returns its name, seconds, exit status and the JSON it printed last."""
     log = out / f"{name}.log"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # also where the package is not installed
     start = time.perf_counter()
     with log.open("w") as file:
         try:
             run = subprocess.run(
-                [sys.executable, *argv], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, timeout=timeout
+                [sys.executable, *argv],
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=timeout,
             )
             status = run.returncode
         except subprocess.TimeoutExpired:

@@ -45,23 +45,6 @@ CASES = [
 GPU_SHAPES = [(128, 16, 8, size, window) for size in (16, 32, 64, 128, 256) for window in (None, 256)]
 GPU_SHAPES += [(size, 4, 2, 64, 8) for size in (64, 80, 96, 256)]
 
-if INTERPRETED:
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    def _dot_of_bf16(create_dot):
-        """The interpreter multiplies the bits of bfloat16 as if they were integers; this widens them first."""
-
-        def wide(x):
-            if x.dtype.scalar != tl.bfloat16:
-                return x
-            return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-        return lambda self, a, b, *rest: create_dot(self, wide(a), wide(b), *rest)
-
-    interpreter.InterpreterBuilder.create_dot = _dot_of_bf16(interpreter.InterpreterBuilder.create_dot)
-
 
 def make_case(contexts, queries, head_dim, heads, kv_heads, block_size, window, dtype, device="cpu"):
     """q, k_cache, v_cache, block_table and context_lens; what no query sees is NaN or out of range."""

@@ -18,27 +18,47 @@ OVERLAPPING = (90, 100, 120)
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("shape", [(1, 37, 96), (1, 64, 1030), (2, 16, 1536), (3, 130, 257), (4, 2, 16)], ids=str)
-def test_small_linear(device, shape, bias):
-    """Rows that are no power of two, N and K that are no multiples of the tile."""
+@pytest.mark.parametrize(
+    ("shape", "vector"),
+    [
+        ((1, 37, 96), True),
+        ((1, 64, 1030), True),
+        ((3, 130, 257), True),
+        ((4, 2, 16), True),
+        ((5, 50, 96), False),
+        ((17, 33, 300), False),
+        ((70, 16, 130), False),
+    ],
+    ids=str,
+)
+def test_small_linear(device, shape, vector, bias, gated):
+    """Both kernels: rows that are no power of two, N and K that are no multiples of the tile."""
     rows, n, k = shape
-    x, weight, b = torch.randn(rows, k), torch.randn(n, k), torch.randn(n)
-    exact = x.bfloat16().double() @ weight.bfloat16().double().T + (b.bfloat16().double() if bias else 0)
+    x, weight, b = torch.randn(rows, k), torch.randn(n * (1 + gated), k), torch.randn(n * (1 + gated))
     x, weight, b = (tensor.to(device, torch.bfloat16) for tensor in (x, weight, b))
+    exact = x.double() @ weight.double().T + (b.double() if bias else 0)
+    if gated:
+        exact = torch.nn.functional.silu(exact[:, :n]) * exact[:, n:]
     out = torch.full((rows, n), torch.nan, dtype=torch.bfloat16, device=device)
     overlap = device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
-    got = linear_triton.small_linear(x, weight, b if bias else None, out, overlap)
+    got = linear_triton.small_linear(x, weight, b if bias else None, out, gated, vector, overlap)
     assert got is out
-    assert_as_good(got, linear.linear_ref(x, weight, b if bias else None), exact)
+    reference = linear.gated_linear_ref if gated else linear.linear_ref
+    assert_as_good(got, reference(x, weight, b if bias else None), exact)
 
 
-def test_which_rows_take_the_kernel():
-    """A vector always; a few rows only where N is small."""
-    assert linear.takes_small_kernel(1, 151936)
-    assert linear.takes_small_kernel(4, 1024)
-    assert not linear.takes_small_kernel(2, 4096)
-    assert not linear.takes_small_kernel(5, 1024)
+def test_which_rows_take_which_kernel():
+    """A vector always; a few rows without matrix units only where N is small; with them where launches overlap and W
+    is small."""
+    assert linear.small_kernel(1, 151936, 1024, overlaps=False) == "vector"
+    assert linear.small_kernel(4, 1024, 2048, overlaps=True) == "vector"
+    assert linear.small_kernel(2, 4096, 1024, overlaps=True) == "matrix"
+    assert linear.small_kernel(64, 1024, 3072, overlaps=True) == "matrix"
+    assert linear.small_kernel(2, 4096, 1024, overlaps=False) is None
+    assert linear.small_kernel(65, 1024, 1024, overlaps=True) is None
+    assert linear.small_kernel(8, 12288, 4096, overlaps=True) is None
 
 
 def test_on_a_cpu_it_is_torchs():
@@ -46,6 +66,8 @@ def test_on_a_cpu_it_is_torchs():
     assert torch.equal(linear.linear(x, weight, None), torch.nn.functional.linear(x, weight))
     out = torch.empty(2, 4)
     assert torch.equal(linear.linear(x, weight, None, out), out)
+    gate, up = torch.nn.functional.linear(x, weight).chunk(2, -1)
+    assert torch.equal(linear.gated_linear(x, weight, None), torch.nn.functional.silu(gate) * up)
 
 
 def launches(overlap):
@@ -60,7 +82,11 @@ def launches(overlap):
         activation_triton: lambda: activation_triton.silu_and_mul(x, overlap),
         qkv_triton: lambda: qkv_triton.split_norm_rotate_write(*heads, overlap),
         paged_decode_triton: lambda: paged_decode_triton.decode_attention(*decode, splits=4, overlap=overlap),
-        linear_triton: lambda: linear_triton.small_linear(x[:1], z(4096, 1024), None, None, overlap),
+        linear_triton: lambda: [
+            linear_triton.small_linear(z(rows, 1024), z(4096, 1024), None, None, gated, rows == 1, overlap)
+            for rows in (1, 64)
+            for gated in (False, True)
+        ],
     }
     return [launch for module, call in calls.items() for launch in record_launches(module, call)]
 
@@ -68,7 +94,7 @@ def launches(overlap):
 @COMPILED
 def test_compiles():
     """On each chip as it is launched there: overlapping from Hopper on."""
-    jobs = [(launches(False)[-1], cc) for cc in SHARED_MEMORY if cc not in OVERLAPPING]
+    jobs = [(launches(False)[-3], cc) for cc in SHARED_MEMORY if cc not in OVERLAPPING]
     check_compiles(jobs + [(launch, cc) for cc in OVERLAPPING for launch in launches(True)])
 
 

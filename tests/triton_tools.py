@@ -39,6 +39,21 @@ _TYPES = {
     torch.bool: "i1",
 }
 
+if INTERPRETED:
+    from triton.runtime import interpreter
+
+    def _dot_of_bf16(create_dot):
+        """The interpreter multiplies the bits of bfloat16 as if they were integers; this widens them first."""
+
+        def wide(x):
+            if x.dtype.scalar != tl.bfloat16:
+                return x
+            return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+        return lambda self, a, b, *rest: create_dot(self, wide(a), wide(b), *rest)
+
+    interpreter.InterpreterBuilder.create_dot = _dot_of_bf16(interpreter.InterpreterBuilder.create_dot)
+
 
 @contextmanager
 def interpreted(file):

@@ -135,22 +135,40 @@ def decode_inputs(rows: torch.Tensor, state: Rows, block_size: int, seq_lens: li
     return Inputs(gathered.token_ids, gathered.positions, attention)
 
 
-def prefill_inputs(chunks: list[PrefillChunk], rows: torch.Tensor, state: Rows, block_size: int) -> Inputs:
-    """All tokens of the chunks in a row. Per token only its id crosses from the host."""
-    device = rows.device
-    query_lens = [len(chunk.token_ids) for chunk in chunks]
-    seq_lens = [chunk.start + n for chunk, n in zip(chunks, query_lens, strict=True)]
-    token_ids = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
-    lens = upload(query_lens, torch.int64, device)
+def pack_prefill(chunks: list[PrefillChunk], num_seqs: int, num_tokens: int, padding_row: int) -> np.ndarray:
+    """All that a prefill needs from the host, to cross in one copy: [3 * num_seqs + num_tokens] int64, rows, first
+    positions and lengths of the chunks, then their tokens. Sequences and tokens may be fewer than there is room for."""
+    packed = np.zeros(3 * num_seqs + num_tokens, dtype=np.int64)
+    packed[:num_seqs] = padding_row
+    for i, chunk in enumerate(chunks):
+        packed[i : 3 * num_seqs : num_seqs] = chunk.row, chunk.start, len(chunk.token_ids)
+    tokens = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
+    packed[3 * num_seqs :][: len(tokens)] = tokens
+    return packed
+
+
+def prefill_inputs(
+    packed: torch.Tensor, num_seqs: int, state: Rows, block_size: int, query_lens: list[int], seq_lens: list[int]
+) -> tuple[torch.Tensor, Inputs]:
+    """Rows [num_seqs] and inputs of all tokens in a row; nothing but shapes is known to the host, so that a CUDA graph
+    can hold it. Padding tokens follow the others: they belong to no sequence, and their KV is not written.
+
+    Args:
+        packed: as `pack_prefill` made it, on the device.
+        query_lens, seq_lens: the chunks' tokens, and their sequences' up to their end, or bounds on them.
+    """
+    rows, starts, lens = packed[: 3 * num_seqs].view(3, num_seqs)
+    token_ids = packed[3 * num_seqs :]
     ends = lens.cumsum(0)
-    owner = torch.repeat_interleave(lens, output_size=len(token_ids))
+    index = torch.arange(len(token_ids), device=packed.device)
+    owner = torch.searchsorted(ends, index, right=True).clamp_max(num_seqs - 1)
+    live = index < ends[-1]
     # Token t of the batch is token t - (start of its chunk in the batch) + (start of the chunk in its sequence).
-    shift = upload([chunk.start for chunk in chunks], torch.int64, device) - (ends - lens)
-    positions = torch.arange(len(token_ids), device=device) + shift[owner]
+    positions = torch.where(live, index + (starts - ends + lens)[owner], 0)
     block_table = state.block_table[rows]
-    context_lens = upload(seq_lens, torch.int64, device)
+    context_lens = starts + lens
     attention = AttentionMetadata(
-        slot_mapping=_slots(block_table, owner, positions, block_size),
+        slot_mapping=torch.where(live, _slots(block_table, owner, positions, block_size), -1),
         block_table=block_table,
         cu_seqlens_q=_running_sum(lens),
         cu_seqlens_k=_running_sum(context_lens),
@@ -159,7 +177,7 @@ def prefill_inputs(chunks: list[PrefillChunk], rows: torch.Tensor, state: Rows, 
         seq_lens=seq_lens,
         is_decode=False,
     )
-    return Inputs(upload(token_ids, torch.int64, device), positions, attention)
+    return rows, Inputs(token_ids, positions, attention)
 
 
 def _slots(block_table: torch.Tensor, owner: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -1,16 +1,19 @@
-"""Decode steps as CUDA graphs, one per batch-size bucket: a step costs the host one launch instead of hundreds."""
+"""Steps as CUDA graphs, one per bucket of batch sizes or token counts: a step costs the host one launch instead of
+hundreds."""
 
 from __future__ import annotations
 
+import bisect
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanovllm.engine.batch import upload
+from nanovllm.engine.batch import pack_prefill, upload
+from nanovllm.engine.step import PrefillChunk
 
 logger = logging.getLogger(__name__)
 
@@ -22,13 +25,22 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-class DecodeGraphs:
-    """Graphs of `decode`, which maps a [B] tensor of rows to a [B] tensor of drawn tokens and reads and writes
-    everything else where it lies on the device.
+def graph_token_counts(max_num_batched_tokens: int) -> list[int]:
+    """Buckets for prefills that are short enough to wait for the host otherwise; longer ones keep the device busy."""
+    sizes = [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
+    return [size for size in sizes if size <= max_num_batched_tokens]
+
+
+class StepGraphs:
+    """Graphs of decode steps and of short prefills. The bodies read and write everything but their argument where it
+    lies on the device, and must not wait for it.
 
     Args:
-        decode: the body of a decode step; it must not wait for the device.
-        max_num_seqs: largest batch.
+        decode: [B] rows to [B] drawn tokens.
+        prefill: a packed batch of `prefill_seqs` sequences (`pack_prefill`) to whatever tensors its caller wants.
+        max_num_seqs: largest decode batch.
+        prefill_seqs: sequences of a short prefill.
+        max_num_batched_tokens: largest prefill there is.
         padding_row: a row that belongs to no sequence; it fills a bucket up.
         device: where it runs.
     """
@@ -36,18 +48,24 @@ class DecodeGraphs:
     def __init__(
         self,
         decode: Callable[[torch.Tensor], torch.Tensor],
+        prefill: Callable[[torch.Tensor], Any],
         max_num_seqs: int,
+        prefill_seqs: int,
+        max_num_batched_tokens: int,
         padding_row: int,
         device: torch.device,
     ) -> None:
-        self._decode = decode
-        self._sizes = graph_batch_sizes(max_num_seqs)
+        self._bodies = decode, prefill
+        self._decode_sizes = graph_batch_sizes(max_num_seqs)
+        self._prefill_sizes = graph_token_counts(max_num_batched_tokens)
+        self._prefill_seqs = prefill_seqs
         self._padding_row = padding_row
         self._device = device
         self._rows = torch.full((max_num_seqs,), padding_row, dtype=torch.int64, device=device)
+        self._packed = torch.zeros(3 * prefill_seqs + max(self._prefill_sizes, default=0), dtype=torch.int64).to(device)
+        self._packed[:prefill_seqs] = padding_row
         self._uploaded: list[int] = []
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._bucket = [next(size for size in self._sizes if size >= n) for n in range(1, max_num_seqs + 1)]
+        self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     def capture(self, show_progress: bool) -> float:
         """Capture all buckets in one memory pool, largest first, so that the smaller ones fit into what is there.
@@ -55,27 +73,44 @@ class DecodeGraphs:
         start = time.perf_counter()
         before = torch.cuda.memory_reserved(self._device)
         pool = torch.cuda.graph_pool_handle()
-        for size in tqdm(self._sizes[::-1], desc="Capturing CUDA graphs", disable=not show_progress):
-            rows = self._rows[:size]
-            self._decode(rows)  # compiles kernels and makes library handles, which a capture must not do
+        decode, prefill = self._bodies
+        jobs = [("prefill", n, prefill, self._packed[: 3 * self._prefill_seqs + n]) for n in self._prefill_sizes]
+        jobs = jobs[::-1] + [("decode", n, decode, self._rows[:n]) for n in self._decode_sizes[::-1]]
+        for kind, size, body, argument in tqdm(jobs, desc="Capturing CUDA graphs", disable=not show_progress):
+            body(argument)  # compiles kernels and makes library handles, which a capture must not do
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                token_ids = self._decode(rows)
-            self._graphs[size] = graph, token_ids
+                result = body(argument)
+            self._graphs[kind, size] = graph, result
         torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - start
         pool_mib = (torch.cuda.memory_reserved(self._device) - before) / 2**20
-        logger.info("captured %d CUDA graphs in %.1f s, %.0f MiB", len(self._sizes), seconds, pool_mib)
+        logger.info("captured %d CUDA graphs in %.1f s, %.0f MiB", len(jobs), seconds, pool_mib)
         return seconds
 
-    def replay(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a decode step of these rows; returns them as a [n] device tensor and their [n] tokens, both valid
-        until the next replay."""
-        size = self._bucket[len(rows) - 1]
+        until the next step."""
+        size = _bucket(self._decode_sizes, len(rows))
         padded = rows + [self._padding_row] * (size - len(rows))
         if padded != self._uploaded:
-            self._rows[:size] = upload(np.array(padded), torch.int64, self._device)
+            self._rows[:size] = upload(padded, torch.int64, self._device)
             self._uploaded = padded
-        graph, token_ids = self._graphs[size]
+        graph, token_ids = self._graphs["decode", size]
         graph.replay()
         return self._rows[: len(rows)], token_ids[: len(rows)]
+
+    def prefill(self, chunks: list[PrefillChunk], num_tokens: int) -> Any:
+        """Run a prefill; returns what its body returned, valid until the next step, or None where no graph takes it."""
+        if len(chunks) > self._prefill_seqs or num_tokens > max(self._prefill_sizes, default=0):
+            return None
+        size = _bucket(self._prefill_sizes, num_tokens)
+        packed = pack_prefill(chunks, self._prefill_seqs, size, self._padding_row)
+        self._packed[: len(packed)] = upload(packed, torch.int64, self._device)
+        graph, result = self._graphs["prefill", size]
+        graph.replay()
+        return result
+
+
+def _bucket(sizes: list[int], size: int) -> int:
+    return sizes[bisect.bisect_left(sizes, size)]

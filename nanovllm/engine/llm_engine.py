@@ -92,7 +92,9 @@ class LLMEngine:
         self.max_model_len = _fitting_model_len(config, max_model_len, num_blocks * self.block_size)
         self.runner.allocate(num_blocks)
         if not config.enforce_eager:
-            self.stats.capture_seconds = self.runner.capture(show_progress=logger.isEnabledFor(logging.INFO))
+            self.stats.capture_seconds = self.runner.capture(
+                config.max_num_batched_tokens, show_progress=logger.isEnabledFor(logging.INFO)
+            )
         block_manager = BlockManager(num_blocks, self.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(config.max_num_seqs, config.max_num_batched_tokens, block_manager)
         self._in_flight: tuple[Step, PendingResult] | None = None

@@ -10,8 +10,8 @@ from nanovllm import platform
 from nanovllm.attention.base import AttentionBackend, KVCache
 from nanovllm.cache_spec import PagedKVSpec
 from nanovllm.context import ForwardContext, forward_context
-from nanovllm.engine.batch import Inputs, Rows, decode_inputs, prefill_inputs, upload
-from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.batch import Inputs, Rows, decode_inputs, pack_prefill, prefill_inputs, upload
+from nanovllm.engine.cuda_graph import StepGraphs
 from nanovllm.engine.step import Logprobs, PrefillChunk, Sampling, Step, StepResult
 from nanovllm.kernels import sampling as ops
 from nanovllm.models.decoder import CausalDecoder
@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Rows of float32 logits that exist at once when a prompt is scored, however long it is.
 _SCORE_ROWS = 256
+# Sequences that a captured prefill has room for.
+_PREFILL_SEQS = 16
 _PLAIN = Sampling(greedy=False, filtered=False, penalized=[], biases=[], num_logprobs=-1)
 
 
@@ -80,7 +82,7 @@ class ModelRunner:
         self.bytes_per_block = sum(spec.bytes_per_block(block_size) for spec in self.specs)
         self.max_model_len = max_model_len
         self.num_blocks = 0
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self.caches: list[KVCache] = []
         max_blocks = -(-max_model_len // block_size)
         self.rows = Rows(max_num_seqs, max_blocks, model.config.vocab_size, device)
@@ -128,13 +130,22 @@ class ModelRunner:
             return self._decode(step)
 
     @torch.inference_mode()
-    def capture(self, show_progress: bool) -> float:
-        """Capture the decode step as CUDA graphs, where device and backend allow it; returns the seconds it took."""
+    def capture(self, max_num_batched_tokens: int, show_progress: bool) -> float:
+        """Capture decode steps and short prefills as CUDA graphs, where device and backend allow it; returns the
+        seconds it took."""
         if self.device.type != "cuda" or not self.backend.in_cuda_graph:
             return 0.0
         max_num_seqs = self.rows.padding_row
         self._logits = torch.empty(max_num_seqs, self.model.config.vocab_size, dtype=self.dtype, device=self.device)
-        graphs = DecodeGraphs(self._decode_plain, max_num_seqs, self.rows.padding_row, self.device)
+        graphs = StepGraphs(
+            self._decode_plain,
+            self._prefill_plain,
+            max_num_seqs,
+            min(_PREFILL_SEQS, max_num_seqs),
+            max_num_batched_tokens,
+            self.rows.padding_row,
+            self.device,
+        )
         with platform.as_current(self.device):
             seconds = graphs.capture(show_progress)
         self.graphs = graphs
@@ -153,7 +164,7 @@ class ModelRunner:
 
     def _decode(self, step: Step) -> PendingResult:
         if self.graphs is not None:
-            rows, token_ids = self.graphs.replay(step.decode_rows)
+            rows, token_ids = self.graphs.decode(step.decode_rows)
             logits = self._logits[: len(rows)]
         else:
             rows = upload(step.decode_rows, torch.int64, self.device)
@@ -178,17 +189,45 @@ class ModelRunner:
         return self._sample(logits, rows, _PLAIN)[0]
 
     def _prefill(self, chunks: list[PrefillChunk], sampling: Sampling | None) -> PendingResult:
-        rows = upload([chunk.row for chunk in chunks], torch.int64, self.device)
-        inputs = prefill_inputs(chunks, rows, self.rows, self.block_size)
+        query_lens = [len(chunk.token_ids) for chunk in chunks]
+        captured = self.graphs.prefill(chunks, sum(query_lens)) if self.graphs is not None else None
+        if captured is not None:
+            rows, hidden, last, token_ids = captured
+        else:
+            packed = pack_prefill(chunks, len(chunks), sum(query_lens), self.rows.padding_row)
+            seq_lens = [chunk.start + n for chunk, n in zip(chunks, query_lens, strict=True)]
+            packed = upload(packed, torch.int64, self.device)
+            rows, hidden, last = self._prefill_hidden(packed, query_lens, seq_lens)
+        scores = self._score(hidden, chunks)
+        if sampling is None:
+            return PendingResult(None, None, scores, self.device)
+        if captured is not None and sampling.is_plain and all(chunk.samples for chunk in chunks):
+            return PendingResult(token_ids[: len(chunks)], None, scores, self.device)
+        chosen = upload([i for i, chunk in enumerate(chunks) if chunk.samples], torch.int64, self.device)
+        logits = self.model.compute_logits(hidden[last[chosen]])
+        token_ids, logprobs = self._sample(logits, rows[chosen], sampling)
+        return PendingResult(token_ids, logprobs, scores, self.device)
+
+    def _prefill_hidden(
+        self, packed: torch.Tensor, query_lens: list[int], seq_lens: list[int], num_seqs: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute the tokens of a packed batch and move contexts on; returns rows [S], hidden states [T, hidden_size]
+        and where in them each sequence's last token is [S]."""
+        rows, inputs = prefill_inputs(
+            packed, num_seqs or len(query_lens), self.rows, self.block_size, query_lens, seq_lens
+        )
         hidden = self._forward(inputs)
         self.rows.context_len[rows] = inputs.attention.context_lens.to(torch.int64)
-        scores = self._score(hidden, chunks)
-        token_ids = logprobs = None
-        if sampling is not None:
-            chosen = upload([i for i, chunk in enumerate(chunks) if chunk.samples], torch.int64, self.device)
-            last = inputs.attention.cu_seqlens_q[1:].to(torch.int64)[chosen] - 1
-            token_ids, logprobs = self._sample(self.model.compute_logits(hidden[last]), rows[chosen], sampling)
-        return PendingResult(token_ids, logprobs, scores, self.device)
+        return rows, hidden, inputs.attention.cu_seqlens_q[1:].to(torch.int64) - 1
+
+    def _prefill_plain(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What a CUDA graph of a short prefill holds: as `_prefill_hidden`, and a token for each sequence, drawn by
+        temperature alone; where that is not what is wanted, the next draw for the row takes its place."""
+        num_seqs = min(_PREFILL_SEQS, self.rows.padding_row)
+        longest = [len(packed) - 3 * num_seqs]
+        rows, hidden, last = self._prefill_hidden(packed, longest, [self.max_model_len], num_seqs)
+        logits = self.model.compute_logits(hidden[last], self._logits[:num_seqs])
+        return rows, hidden, last, self._sample(logits, rows, _PLAIN)[0]
 
     def _sample(
         self, logits: torch.Tensor, rows: torch.Tensor, sampling: Sampling

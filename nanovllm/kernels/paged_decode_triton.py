@@ -112,19 +112,23 @@ def _decode_kernel(
     HEAD_TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     kv_head, head_tile = tl.program_id(0) // HEAD_TILES, tl.program_id(0) % HEAD_TILES
     split, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # Lengths and block tables are a step's, so they are looked up while the kernel before ends.
     context = tl.load(context_ptr + seq)
     first, tiles, splits = _live_splits(context, window, HAS_WINDOW, MIN_TILES, BLOCK_N)
     # The grid is fixed, perhaps in a graph; how a sequence is cut is decided here, by its length: into equal parts,
     # and into fewer than there are programs where it is short.
     splits = tl.minimum(splits, tl.num_programs(1))
-    if SPLIT and split >= splits:
-        return
+    is_live = split < splits
     splits = tl.maximum(splits, 1)
     begin = (first + tiles * split // splits) * BLOCK_N
     end = tl.minimum((first + tiles * (split + 1) // splits) * BLOCK_N, context)
+    table_ptr += seq * table_stride
+    ids = _block_ids(table_ptr, begin, tl.where(is_live, end, begin), BLOCK_SIZE, BLOCK_N)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if SPLIT and not is_live:
+        return
 
     in_group = head_tile * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     heads = kv_head * GROUP + in_group
@@ -133,14 +137,12 @@ def _decode_kernel(
     q = tl.load(q_ptr + seq * q_stride + heads * HEAD_DIM + dims, mask=mask_q, other=0.0)
 
     keys = tl.arange(0, BLOCK_N)[:, None]
-    table_ptr += seq * table_stride
     k_ptr += kv_head * head_stride
     v_ptr += kv_head * head_stride
     # Finite, so that a tile without any visible key gives exp2(-inf - top) = 0 and not NaN.
     top = tl.full([BLOCK_H], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
-    ids = _block_ids(table_ptr, begin, end, BLOCK_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         if BLOCK_SIZE % BLOCK_N == 0:
             tile = ids.to(tl.int64) * block_stride + start % BLOCK_SIZE * TOKEN_STRIDE
@@ -192,33 +194,29 @@ def _combine_kernel(
 ):
     """Mean of the splits that had keys, weighted by their sums; grid (H, S). A program reads 4 * D + 8 bytes a split
     and writes D numbers.
-
-    All splits are loaded, live or not, so that no load waits for the context length: at small batches this kernel is
-    latency alone, and there are never more splits than a few for each multiprocessor.
     """
     seq = tl.program_id(1).to(tl.int64)
     row = seq * tl.num_programs(0) + tl.program_id(0)
     part_ptr += row * num_splits * HEAD_DIM
     lse_ptr += row * num_splits
     every = tl.arange(0, MAX_SPLITS)
+    _, _, splits = _live_splits(tl.load(context_ptr + seq), window, HAS_WINDOW, MIN_TILES, BLOCK_N)
+    splits = tl.minimum(splits, num_splits)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    all_lse = tl.load(lse_ptr + every, mask=every < num_splits, other=float("-inf"))
-    _, _, splits = _live_splits(tl.load(context_ptr + seq), window, HAS_WINDOW, MIN_TILES, BLOCK_N)
-    all_lse = tl.where(every < splits, all_lse, float("-inf"))
+    all_lse = tl.load(lse_ptr + every, mask=every < splits, other=float("-inf"))
     top = tl.maximum(tl.max(all_lse, 0), -1.0e30)
     total = tl.sum(tl.exp2(all_lse - top), 0)
 
     dims = tl.arange(0, BLOCK_D)[None, :]
     acc = tl.zeros([BLOCK_D], tl.float32)
-    for start in range(0, num_splits, CHUNK):
+    for start in range(0, splits, CHUNK):
         index = start + tl.arange(0, CHUNK)[:, None]
-        there = index < num_splits
+        there = index < splits
         part = tl.load(part_ptr + index * HEAD_DIM + dims, mask=there & (dims < HEAD_DIM), other=0.0)
         lse = tl.load(lse_ptr + index, mask=there, other=float("-inf"))
-        weight = tl.exp2(tl.where(index < splits, lse, float("-inf")) - top)
-        acc += tl.sum(tl.where(index < splits, part, 0.0) * weight, 0)
+        acc += tl.sum(part * tl.exp2(lse - top), 0)
     acc = acc / tl.maximum(total, 1.0e-30)
     dims = tl.arange(0, BLOCK_D)
     tl.store(out_ptr + row * HEAD_DIM + dims, acc.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

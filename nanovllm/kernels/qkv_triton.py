@@ -47,9 +47,8 @@ def _qkv_kernel(
     row = tl.arange(0, TOKENS * HEADS)
     token = tl.program_id(0) * TOKENS + row // HEADS
     live = token < num_tokens
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    # Where the tokens stand is known since the step began: it is looked up, and the tables with it, while the kernel
+    # before ends.
     slot = tl.load(slot_ptr + token, mask=live, other=-1)
     position = tl.load(position_ptr + token, mask=live, other=0)
     token = token.to(tl.int64)
@@ -57,6 +56,22 @@ def _qkv_kernel(
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     in_head = pair < HALF
     mask = live[:, None] & in_head
+    # The halves of a table's row differ in nothing but the sign of the first sines.
+    angle = (position * D)[:, None] + HALF + pair
+    turns = mask & (head < H + KV)[:, None]
+    cos = tl.load(cos_ptr + angle, mask=turns, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)
+    if NORM:
+        other = pair + HALF
+        of_q = in_head & (first_head + tl.zeros_like(pair) < H)
+        of_k = in_head & (first_head + tl.zeros_like(pair) >= H)
+        x_weight = tl.load(q_weight_ptr + pair, mask=of_q, other=0.0)
+        x_weight += tl.load(k_weight_ptr + pair, mask=of_k, other=0.0)
+        y_weight = tl.load(q_weight_ptr + other, mask=of_q, other=0.0)
+        y_weight += tl.load(k_weight_ptr + other, mask=of_k, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     source = qkv_ptr + (token * qkv_stride + head * D)[:, None] + pair
     low = tl.load(source, mask=mask, other=0.0)
     high = tl.load(source + HALF, mask=mask, other=0.0)
@@ -70,18 +85,8 @@ def _qkv_kernel(
         y = high.to(tl.float32)
         if NORM:
             scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / D + eps)[:, None]
-            if first_head < H:
-                x_weight = tl.load(q_weight_ptr + pair, mask=in_head, other=0.0)
-                y_weight = tl.load(q_weight_ptr + HALF + pair, mask=in_head, other=0.0)
-            else:
-                x_weight = tl.load(k_weight_ptr + pair, mask=in_head, other=0.0)
-                y_weight = tl.load(k_weight_ptr + HALF + pair, mask=in_head, other=0.0)
             x = x * scale * x_weight.to(tl.float32)
             y = y * scale * y_weight.to(tl.float32)
-        # The halves of a table's row differ in nothing but the sign of the first sines.
-        angle = (position * D)[:, None] + HALF + pair
-        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0).to(tl.float32)
         turned_x = (x * cos - y * sin).to(q_ptr.dtype.element_ty)
         turned_y = (y * cos + x * sin).to(q_ptr.dtype.element_ty)
         if first_head < H:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.kernels.linear import linear
+from nanovllm.kernels.linear import gated_linear, linear
 
 
 class Linear(nn.Module):
@@ -36,3 +36,7 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., sum of parts]."""
         return linear(x, self.weight, self.bias)
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """For parts [gate | up]: silu(gate) * up, [T, in_features] to [T, half of the parts]."""
+        return gated_linear(x, self.weight, self.bias)

@@ -9,7 +9,6 @@ from torch import nn
 
 from nanovllm.attention.base import KVCache
 from nanovllm.cache_spec import PagedKVSpec
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import Embedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -53,11 +52,10 @@ class SwiGLU(nn.Module):
         super().__init__()
         size = config.intermediate_size
         self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, options.mlp_bias)
-        self.act = SiluAndMul()
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, options.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj.gated(x))
 
 
 class DecoderLayer(nn.Module):

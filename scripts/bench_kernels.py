@@ -1,0 +1,138 @@
+"""What share of the card's copy bandwidth the memory-bound kernels reach, in the shapes of Qwen3-0.6B.
+
+python scripts/bench_kernels.py                # attention of 256 sequences, the others at 8192 tokens
+python scripts/bench_kernels.py --tokens 512
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.layernorm import add_rms_norm, rms_norm
+from nanovllm.kernels.paged_attention import decode_attention
+from nanovllm.kernels.qkv import split_norm_rotate_write
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 1024, 3072, 16, 8, 128, 64
+# Inputs are taken in turn from so many bytes of them, so that none is found in L2.
+ROTATED_BYTES = 400 << 20
+
+
+def random(*shape: int) -> torch.Tensor:
+    """bfloat16 noise on the GPU."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def microseconds(runs: list[Callable[[], object]]) -> float:
+    """Time of one of `runs`, all of them in one CUDA graph; the median of nine replays."""
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    times = []
+    for _ in range(9):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(runs))
+    return statistics.median(times)
+
+
+def copies(make: Callable[[], Callable[[], object]], num_bytes: int) -> list[Callable[[], object]]:
+    """As many runs with inputs of their own as it takes to leave L2 behind."""
+    return [make() for _ in range(max(2, ROTATED_BYTES // num_bytes))]
+
+
+def norm_case(tokens: int, add: bool) -> tuple[int, Callable]:
+    """Bytes of a run, and what makes one."""
+    weight = random(HIDDEN)
+
+    def make() -> Callable:
+        x, residual = random(tokens, HIDDEN), random(tokens, HIDDEN)
+        return (lambda: add_rms_norm(x, residual, weight, 1e-6)) if add else (lambda: rms_norm(x, weight, 1e-6))
+
+    return (4 if add else 2) * 2 * tokens * HIDDEN, make
+
+
+def silu_case(tokens: int) -> tuple[int, Callable]:
+    """As `norm_case`."""
+
+    def make() -> Callable:
+        x = random(tokens, 2 * INTERMEDIATE)
+        return lambda: silu_and_mul(x)
+
+    return 3 * 2 * tokens * INTERMEDIATE, make
+
+
+def qkv_case(tokens: int) -> tuple[int, Callable]:
+    """As `norm_case`; the tokens' positions and slots lie in order, as in a long prompt."""
+    cos, sin, weight = random(tokens, HEAD_DIM), random(tokens, HEAD_DIM), random(HEAD_DIM)
+    index = torch.arange(tokens, device="cuda")
+
+    def make() -> Callable:
+        qkv = random(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        cache = random(2, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        rest = (weight, weight, 1e-6, cos, sin, index, *cache, index)
+        return lambda: split_norm_rotate_write(qkv, HEADS, KV_HEADS, *rest)
+
+    return 2 * 2 * tokens * (HEADS + 2 * KV_HEADS) * HEAD_DIM + 2 * 2 * tokens * HEAD_DIM, make
+
+
+def attention_case(num_seqs: int, context: int) -> tuple[int, Callable]:
+    """As `norm_case`: decode, blocks anywhere in the pool."""
+    blocks = -(-context // BLOCK_SIZE)
+    lens = torch.full((num_seqs,), context, dtype=torch.int32, device="cuda")
+
+    def make() -> Callable:
+        cache = random(2, num_seqs * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+        table = torch.randperm(num_seqs * blocks, device="cuda").to(torch.int32).view(num_seqs, blocks)
+        q = random(num_seqs, HEADS, HEAD_DIM)
+        return lambda: decode_attention(q, *cache, table, lens, context, HEAD_DIM**-0.5)
+
+    return 2 * 2 * num_seqs * context * KV_HEADS * HEAD_DIM, make
+
+
+def copy_case() -> tuple[int, Callable]:
+    """The roof: bytes read and written by a copy."""
+
+    def make() -> Callable:
+        source, target = random(1 << 28), random(1 << 28)
+        return lambda: target.copy_(source)
+
+    return 2 * 2 * (1 << 28), make
+
+
+def main() -> None:
+    """A table, and the same as one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--context", type=int, default=1024)
+    args = parser.parse_args()
+    cases = {
+        "copy": copy_case(),
+        "rms_norm": norm_case(args.tokens, add=False),
+        "add_rms_norm": norm_case(args.tokens, add=True),
+        "silu_and_mul": silu_case(args.tokens),
+        "split_norm_rotate_write": qkv_case(args.tokens),
+        "decode_attention": attention_case(args.num_seqs, args.context),
+    }
+    result = {}
+    for name, (num_bytes, make) in cases.items():
+        time = microseconds(copies(make, num_bytes))
+        result[name] = num_bytes / time * 1e-6
+        share = result[name] / result["copy"]
+        print(f"{name:<26}{time:>10.1f} us {result[name]:>8.2f} TB/s {share:>7.0%} of a copy")
+    print(json.dumps({"device": torch.cuda.get_device_name(), "tb_s": result}))
+
+
+if __name__ == "__main__":
+    main()
