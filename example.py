@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.demo_model import demo_model_path
+from scripts.demo_model import demo_model_path
 
 QUESTIONS = [
     "What is the capital of France, and what is it known for?",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from nanovllm.outputs import RequestOutput, SampleOutput, ScoreOutput, StreamOut
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
+Params = SamplingParams | list[SamplingParams] | None
 
 
 class LLM:
@@ -32,8 +32,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **knobs: Any) -> None:
-        self.engine: LLMEngine | None = None
-        self.engine = LLMEngine(EngineConfig.from_kwargs(model, **knobs))
+        self.engine: LLMEngine | None = LLMEngine(EngineConfig.from_kwargs(model, **knobs))
         self._token_info: dict[int, tuple[str, bytes]] = {}
 
     def __enter__(self) -> LLM:
@@ -49,10 +48,7 @@ class LLM:
             self.engine = None
 
     def generate(
-        self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        self, prompts: Prompt | list[Prompt], sampling_params: Params = None, use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """Continue prompts.
 
@@ -67,15 +63,12 @@ class LLM:
         Raises:
             ValueError: a prompt or its parameters cannot be served; nothing is queued then.
         """
-        engine = self._require_engine()
-        token_ids = self._tokenize(prompts)
-        params = _one_per_prompt(sampling_params, len(token_ids))
-        return self._generate(engine, token_ids, params, use_tqdm)
+        return self._generate(self._tokenize(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
         messages: list[dict] | list[list[dict]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        sampling_params: Params = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
         use_tqdm: bool = True,
@@ -95,7 +88,7 @@ class LLM:
             raise TypeError(f"messages are a list of dicts, or a list of such lists, got {messages!r}")
         conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         token_ids = engine.tokenizer.encode_chat(conversations, add_generation_prompt, chat_template_kwargs or {})
-        return self._generate(engine, token_ids, _one_per_prompt(sampling_params, len(token_ids)), use_tqdm)
+        return self._generate(token_ids, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamOutput]:
         """Continue one prompt and yield text as it comes: never half a character, and joined it is the text that
@@ -111,9 +104,8 @@ class LLM:
         batch = self._tokenize(prompt)
         if len(batch) != 1:
             raise ValueError(f"stream() takes one prompt, got {len(batch)}")
-        (token_ids,) = batch
-        engine.check_request(token_ids, params)
-        return self._stream(engine, token_ids, params)
+        engine.check_request(batch[0], params)
+        return self._stream(engine, batch[0], params)
 
     def score(self, prompts: Prompt | list[Prompt], logprobs: int = 0) -> list[ScoreOutput]:
         """Log probability of every token of the prompts given the ones before it.
@@ -134,28 +126,20 @@ class LLM:
         token_ids = self._tokenize(prompts)
         for ids in token_ids:
             engine.check_request(ids, params, num_new_tokens=0)
-        with self._requests(engine) as seqs:
-            for ids in token_ids:
-                if len(ids) > 1:  # a single token has nothing before it
-                    seqs += engine.add(ids, params, prompt_logprobs=logprobs, generate=False)
-            self._run(engine, [[seq] for seq in seqs], progress=None)
-        scored = iter(seqs)
-        return [self._score_output(ids, next(scored) if len(ids) > 1 else None) for ids in token_ids]
+        # A single token has nothing before it.
+        requests = (engine.add(ids, params, logprobs, generate=False) if len(ids) > 1 else [] for ids in token_ids)
+        groups = self._run(engine, requests, progress=None)
+        return [self._score_output(ids, group) for ids, group in zip(token_ids, groups, strict=True)]
 
     # How requests run
 
-    def _generate(
-        self, engine: LLMEngine, token_ids: list[list[int]], params: list[SamplingParams], use_tqdm: bool
-    ) -> list[RequestOutput]:
-        for ids, one in zip(token_ids, params, strict=True):
-            engine.check_request(ids, one)
-        with (
-            tqdm(total=len(token_ids), desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as progress,
-            self._requests(engine) as seqs,
-        ):
-            groups = [engine.add(ids, one) for ids, one in zip(token_ids, params, strict=True)]
-            seqs += itertools.chain.from_iterable(groups)
-            self._run(engine, groups, progress)
+    def _generate(self, token_ids: list[list[int]], sampling_params: Params, use_tqdm: bool) -> list[RequestOutput]:
+        engine = self._require_engine()
+        requests = list(zip(token_ids, _one_per_prompt(sampling_params, len(token_ids)), strict=True))
+        for ids, params in requests:
+            engine.check_request(ids, params)
+        with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as progress:
+            groups = self._run(engine, (engine.add(ids, params) for ids, params in requests), progress)
         return [self._request_output(group) for group in groups]
 
     @contextmanager
@@ -175,19 +159,27 @@ class LLM:
             engine.recover()
             raise
 
-    def _run(self, engine: LLMEngine, groups: list[list[Sequence]], progress: tqdm | None) -> None:
-        """Step until all sequences of all requests have ended."""
+    def _run(
+        self, engine: LLMEngine, requests: Iterator[list[Sequence]], progress: tqdm | None
+    ) -> list[list[Sequence]]:
+        """Queue requests and step until all their sequences have ended; returns them, by request."""
         first = engine.stats.copy()
-        request_of = {seq.seq_id: i for i, group in enumerate(groups) for seq in group}
-        left = [len(group) for group in groups]
-        while request_of:
-            touched = self._step(engine)
-            for seq in touched:
-                if seq.status is Status.FINISHED and seq.seq_id in request_of:
-                    left[request_of.pop(seq.seq_id)] -= 1
-            if progress is not None and touched:
-                progress.set_postfix_str(engine.stats.rates_since(first), refresh=False)
-                progress.update(left.count(0) - progress.n)
+        with self._requests(engine) as seqs:
+            groups = []
+            for group in requests:
+                groups.append(group)
+                seqs += group
+            request_of = {seq.seq_id: i for i, group in enumerate(groups) for seq in group}
+            left = [len(group) for group in groups]
+            while request_of:
+                touched = self._step(engine)
+                for seq in touched:
+                    if seq.status is Status.FINISHED and seq.seq_id in request_of:
+                        left[request_of.pop(seq.seq_id)] -= 1
+                if progress is not None and touched:
+                    progress.set_postfix_str(engine.stats.rates_since(first), refresh=False)
+                    progress.update(left.count(0) - progress.n)
+        return groups
 
     @staticmethod
     def _step(engine: LLMEngine) -> list[Sequence]:
@@ -201,8 +193,7 @@ class LLM:
     def _stream(self, engine: LLMEngine, token_ids: list[int], params: SamplingParams) -> Iterator[StreamOutput]:
         with self._requests(engine) as seqs:
             seqs += engine.add(token_ids, params, stream_text=True)
-            (seq,) = seqs
-            num_yielded = 0
+            seq, num_yielded = seqs[0], 0
             while True:
                 finished = seq.status is Status.FINISHED
                 new_ids = seq.output_token_ids[num_yielded:]
@@ -228,10 +219,8 @@ class LLM:
         tokenizer = self._require_engine().tokenizer
         if not isinstance(prompts, (str, list, tuple)):
             raise TypeError(f"prompts are a string, a list of token ids, or a list of such, got {prompts!r}")
-        single = isinstance(prompts, str) or (
-            bool(prompts) and all(not isinstance(p, (str, list, tuple)) for p in prompts)
-        )
-        batch: list[Any] = [prompts] if single else list(prompts)
+        is_ids = bool(prompts) and all(not isinstance(p, (str, list, tuple)) for p in prompts)
+        batch: list[Any] = [prompts] if is_ids or isinstance(prompts, str) else list(prompts)
         for prompt in batch:
             if not isinstance(prompt, (str, list, tuple)):
                 raise TypeError(f"a prompt is a string or a list of token ids, got {prompt!r}")
@@ -242,25 +231,20 @@ class LLM:
         return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in batch]
 
     def _request_output(self, seqs: list[Sequence]) -> RequestOutput:
-        samples = [self._sample_output(seq) for seq in seqs]
-        first = seqs[0]
+        samples, first = [self._sample_output(seq) for seq in seqs], seqs[0]
         output = RequestOutput(
-            **samples[0],
-            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
-            num_cached_tokens=first.num_cached_tokens,
-            time_to_first_token=first.time_to_first_token,
-        )
+            **samples[0], prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            num_cached_tokens=first.num_cached_tokens, time_to_first_token=first.time_to_first_token,
+        )  # fmt: skip
         if len(seqs) > 1:
             output["outputs"] = samples
         return output
 
     def _sample_output(self, seq: Sequence) -> SampleOutput:
         output = SampleOutput(
-            text=self._text(seq),
-            token_ids=seq.output_token_ids,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-        )
+            text=self._text(seq), token_ids=seq.output_token_ids,
+            finish_reason=seq.finish_reason, stop_reason=seq.stop_reason,
+        )  # fmt: skip
         if seq.finish_reason == "error":
             output["error"] = seq.error
         if seq.params.logprobs is not None:
@@ -278,40 +262,34 @@ class LLM:
             seq.text.finish()
         return seq.text.text
 
-    def _score_output(self, token_ids: list[int], seq: Sequence | None) -> ScoreOutput:
-        if seq is not None and seq.finish_reason == "error":
-            raise RuntimeError(f"cannot score: {seq.error}")
-        scores = seq.prompt_token_logprobs if seq is not None else []
-        tops = seq.prompt_top_logprobs if seq is not None else []
+    def _score_output(self, token_ids: list[int], seqs: list[Sequence]) -> ScoreOutput:
+        if seqs and seqs[0].finish_reason == "error":
+            raise RuntimeError(f"cannot score: {seqs[0].error}")
+        scores = [score for seq in seqs for score in seq.prompt_token_logprobs]
+        tops = [self._top(entries) for seq in seqs for entries in seq.prompt_top_logprobs]
         return ScoreOutput(
-            token_ids=token_ids,
-            tokens=[self._info(token_id)[0] for token_id in token_ids],
-            token_logprobs=[None, *scores],
-            top_logprobs=[None, *(self._top(entries) for entries in tops)],
-            sum_logprob=float(sum(scores)),
-        )
+            token_ids=token_ids, tokens=[self._info(token_id)[0] for token_id in token_ids],
+            token_logprobs=[None, *scores], top_logprobs=[None, *tops], sum_logprob=float(sum(scores)),
+        )  # fmt: skip
 
     def _top(self, entries: list[tuple[int, float]]) -> dict[int, TokenLogprob]:
         return {token_id: TokenLogprob(logprob, *self._info(token_id)) for token_id, logprob in entries}
 
     def _info(self, token_id: int) -> tuple[str, bytes]:
         """Text and bytes of a token, looked up once."""
-        info = self._token_info.get(token_id)
-        if info is None:
+        if token_id not in self._token_info:
             tokenizer = self._require_engine().tokenizer
             known = tokenizer is not None
             info = (tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)) if known else ("", b"")
             self._token_info[token_id] = info
-        return info
+        return self._token_info[token_id]
 
 
-def _one_per_prompt(params: SamplingParams | list[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+def _one_per_prompt(params: Params, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
     if not isinstance(params, (list, tuple)) or not all(isinstance(one, SamplingParams) for one in params):
         raise TypeError(f"sampling_params are a SamplingParams or a list of them, got {params!r}")
     if len(params) != num_prompts:
-        raise ValueError(
-            f"{len(params)} sampling_params for {num_prompts} prompts: pass one for all, or one per prompt"
-        )
+        raise ValueError(f"{len(params)} sampling_params for {num_prompts} prompts: pass one for all or one per prompt")
     return list(params)

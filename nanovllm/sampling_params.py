@@ -107,16 +107,11 @@ class SamplingParams:
         check_int("top_k", self.top_k, -1, " (-1 or 0 keeps all)")
 
     def _check_lengths(self) -> None:
-        if self.max_tokens is not None:
-            check_int("max_tokens", self.max_tokens, 1, ", or None for as many as fit")
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            check(
-                self.min_tokens <= self.max_tokens,
-                "min_tokens",
-                self.min_tokens,
-                f"at most max_tokens={self.max_tokens}",
-            )
+            check_int("max_tokens", self.max_tokens, 1, ", or None for as many as fit")
+            at_most = f"at most max_tokens={self.max_tokens}"
+            check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, at_most)
         check_int("n", self.n, 1)
         if self.seed is not None:
             check_int("seed", self.seed, 0)
@@ -131,10 +126,9 @@ class SamplingParams:
             check(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
         for token_id in self.stop_token_ids:
             check_int("stop_token_ids", token_id, 0)
-        if self.logit_bias is None:
-            return
-        check(isinstance(self.logit_bias, dict), "logit_bias", self.logit_bias, "a dict of token id to number")
-        for token_id, bias in self.logit_bias.items():
+        biases = {} if self.logit_bias is None else self.logit_bias
+        check(isinstance(biases, dict), "logit_bias", biases, "a dict of token id to number")
+        for token_id, bias in biases.items():
             check_int("logit_bias token id", token_id, 0)
             ok = is_number(bias) and abs(bias) <= _MAX_BIAS
             check(ok, f"logit_bias[{token_id}]", bias, f"a finite number, at most {_MAX_BIAS:.0e} either way")

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 
 import torch
+from demo_model import demo_model_path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.demo_model import demo_model_path
 
 
 def best_rate(run: Callable[[], object], num_tokens: int) -> float:

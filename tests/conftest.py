@@ -61,7 +61,7 @@ def qwen2_path(tmp_path_factory):
 @pytest.fixture(scope="session")
 def demo_path():
     """The demo model: real text rather than random weights."""
-    from nanovllm.demo_model import demo_model_path
+    from demo_model import demo_model_path
 
     return demo_model_path()
 

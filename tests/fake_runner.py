@@ -59,6 +59,11 @@ def expected_scores(tokens):
     return [logprob(state_of(tokens[:i]), tokens[i]) for i in range(1, len(tokens))]
 
 
+def sampled_rows(step):
+    """Rows that draw a token, in the order of the results."""
+    return step.decode_rows or [chunk.row for chunk in step.chunks if chunk.samples]
+
+
 class FakeRunner:
     """Runs the steps of a scheduler.
 
@@ -159,7 +164,7 @@ class FakeRunner:
         return states
 
     def _sample(self, step, states, scores):
-        rows, sampling = step.sampled_rows, step.sampling
+        rows, sampling = sampled_rows(step), step.sampling
         assert (sampling is not None) == bool(rows), "sampling is said where nothing is sampled, or the reverse"
         if sampling is None:
             return StepResult([], None, scores)

@@ -75,7 +75,6 @@ LAYOUT = {
     "engine/llm_engine.py": Entry(8),
     "llm.py": Entry(9),
     "__init__.py": Entry(9),
-    "demo_model.py": Entry(9),
     "server/*.py": Entry(10, local=("layers/*", "models/*", *RUNNERS)),
 }
 
@@ -84,7 +83,6 @@ LAZY_IMPORTS = [
     ("kernels/choice.py", "twin", "*"),
     ("attention/__init__.py", "*", "attention/*.py"),
     ("models/registry.py", "*", "models/*.py"),
-    ("demo_model.py", "*", "*"),
 ]
 
 

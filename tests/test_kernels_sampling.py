@@ -4,12 +4,13 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton_tools import COMPILED, DEVICES, SHARED_MEMORY, check_compiles, interpreted, nan_filled, record_launches
 
-from nanovllm.kernels import logprobs_triton, sampling, sampling_filter_triton, sampling_triton
-from nanovllm.kernels.sampling_triton import _log_noise, _uniform
+from nanovllm.kernels import logprobs_triton, sampling, sampling_triton
+from nanovllm.kernels.sampling_triton import _bar, _keep, _log_noise, _uniform
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INF = float("inf")
@@ -26,14 +27,11 @@ def interpreter():
 @pytest.fixture
 def small_blocks(monkeypatch):
     """A hundred tokens are many: they make several blocks, overfill the window and need several passes."""
-    for module in (sampling_triton, sampling_filter_triton, logprobs_triton):
-        monkeypatch.setattr(module, "_MIN_BLOCK", 16)
-        monkeypatch.setattr(module, "_MAX_BLOCKS", 16)
+    monkeypatch.setattr(sampling, "_MIN_BLOCK", 16)
+    monkeypatch.setattr(sampling, "_MAX_BLOCKS", 16)
     monkeypatch.setattr(sampling_triton, "_STATS_PROGRAMS", 20)
-    monkeypatch.setattr(sampling_triton, "_RACE_TILE", 32)
-    monkeypatch.setattr(sampling_triton, "_RACE_PROGRAMS", 32)
-    monkeypatch.setattr(sampling_filter_triton, "_WINDOW", 32)
-    monkeypatch.setattr(sampling_filter_triton, "_TILE", 128)
+    monkeypatch.setattr(sampling_triton, "_WINDOW", 32)
+    monkeypatch.setattr(sampling_triton, "_TILE", 128)
 
 
 class Case:
@@ -77,21 +75,18 @@ class Case:
         own = (self.temperature[self.rows], self.seed[self.rows], self.position[self.rows])
         return sampling.sample_ref(self.logits.float(), *own, filters).tolist()
 
-    def bounds(self):
-        """What the kernel keeps, and the block statistics it is found with."""
-        stats = sampling_triton.block_stats(self.logits, self.rows, self.temperature, True)
-        run = sampling_filter_triton.thresholds
-        return run(self.logits, stats, self.rows, self.temperature, *self.filters), stats
+    @property
+    def own(self):
+        return self.rows, self.temperature, self.seed, self.position
+
+    @property
+    def block(self):
+        return sampling.block_size(self.logits.shape[1])
 
     def drawn(self):
         """Tokens of the kernels."""
         with nan_filled():
-            if self.filtered:
-                bounds, stats = self.bounds()
-            else:
-                bounds, stats = None, sampling_triton.block_stats(self.logits, None, None, False)
-            own = (self.rows, self.temperature, self.seed, self.position)
-            return sampling_triton.draw(self.logits, stats, bounds, *own).tolist()
+            return sampling_triton.sample(self.logits, self.block, self.own, self.filters).tolist()
 
 
 @triton.jit
@@ -114,7 +109,7 @@ def test_noise_is_the_references_and_exact_where_small(device):
     noise_kernel[(1,)](uniform.to(device), torch.stack((low, high)).to(device), out, N=size)
     got = out.cpu().double().view(2, size)
     torch.testing.assert_close(got[0], (-torch.log1p(-uniform.double())).log(), rtol=0, atol=4e-6)
-    wanted = sampling.exponential_noise_ref(torch.tensor([seed]), torch.tensor([position]), size)
+    wanted = sampling.exponential_noise_ref(torch.tensor([seed]), torch.tensor([position]), torch.arange(size))
     torch.testing.assert_close(got[1], wanted[0].double().log(), rtol=0, atol=4e-6)
 
 
@@ -130,7 +125,7 @@ def test_draws_what_the_reference_draws(device, dtype, small_blocks):
     tokens = case.drawn()
     assert tokens == case.expected()
     assert tokens[4] == 60
-    assert sampling_triton.greedy(case.logits).tolist() == logits.float().argmax(-1).tolist()
+    assert sampling_triton.sample(case.logits, case.block, None, None).tolist() == logits.float().argmax(-1).tolist()
 
 
 @on_each_device
@@ -180,19 +175,52 @@ FILTERS = [
 KINDS = ["peaked", "flat", "equal", "few values", "nearly all forbidden", "some far below"]
 
 
+@triton.jit
+def kept_kernel(
+    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, max_ptr, sum_ptr, window_ptr,
+    bar_ptr, tie_ptr, mass_ptr, V: tl.constexpr,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """What one row keeps, whether or not that is all."""
+    r = tl.program_id(0)
+    temperature = tl.load(temperature_ptr + r)
+    index = r * BLOCKS + tl.arange(0, BLOCKS)
+    maxes = tl.load(max_ptr + index)
+    masses = tl.load(sum_ptr + index) * tl.exp((maxes - tl.max(maxes, 0)) / temperature)
+    real = tl.arange(0, BLOCKS) * BLOCK < V
+    bar, ties = _bar(
+        logits_ptr + r * V, window_ptr + r * WINDOW, maxes, masses, real, temperature,
+        tl.load(top_k_ptr + r), tl.load(top_p_ptr + r), tl.load(min_p_ptr + r), V, WINDOW, GROUP, BLOCK, BLOCKS,
+    )  # fmt: skip
+    last_tie, masses = _keep(logits_ptr + r * V, maxes, bar, ties, 1 / temperature, V, GROUP, BLOCK, BLOCKS)
+    tl.store(bar_ptr + r, bar)
+    tl.store(tie_ptr + r, last_tie)
+    tl.store(mass_ptr + index, masses)
+
+
 @on_each_device
 @pytest.mark.parametrize("kind", KINDS)
 def test_filters_keep_what_the_reference_keeps(device, kind, small_blocks):
-    """Of equal logits too: the smaller ids stay."""
+    """Of equal logits too: the smaller ids stay. What stays of each block has its mass."""
     case = Case(logits_of(kind, len(FILTERS)), device, FILTERS)
+    own = [values[case.rows] for values in (case.temperature, *case.filters)]
+    maxes, _, sums = sampling_triton.block_stats(case.logits, 16, case.rows, case.temperature, True)
+    maxes, sums = F.pad(maxes, (0, 7), value=-INF), F.pad(sums, (0, 7))
     with nan_filled():
-        (bar, last_tie), _ = case.bounds()
+        window = torch.empty(len(FILTERS), 32, dtype=torch.int32, device=device)
+        bar, last_tie = torch.empty(2, len(FILTERS), dtype=torch.int32, device=device)
+        masses = torch.empty_like(maxes)
+    kept_kernel[(len(FILTERS),)](
+        case.logits, *own, maxes, sums, window, bar, last_tie, masses, V=131, WINDOW=32, GROUP=8, BLOCK=16, BLOCKS=16
+    )
     bits = (case.logits + 0.0).view(torch.int32)
     key = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ids = torch.arange(131, device=device)
     kept = (key > bar[:, None]) | ((key == bar[:, None]) & (ids <= last_tie[:, None]))
-    own = [values[case.rows] for values in case.filters]
-    wanted = sampling.filter_logits_ref(case.scaled(), *own) > -INF
+    wanted = sampling.filter_logits_ref(case.scaled(), *own[1:])
+    weights = F.pad((wanted - case.scaled().amax(1, keepdim=True)).exp(), (0, 16 * 16 - 131))
+    torch.testing.assert_close(masses, weights.view(-1, 16, 16).sum(2), rtol=1e-5, atol=1e-6)
+    wanted = wanted > -INF
     for filters, got, expected in zip(FILTERS, kept & (case.logits > -INF), wanted, strict=True):
         assert got.nonzero().flatten().tolist() == expected.nonzero().flatten().tolist(), filters
 
@@ -206,11 +234,10 @@ def test_draws_what_the_reference_draws_with_filters(device, small_blocks):
 
 @on_each_device
 @pytest.mark.parametrize("vocab_size", [3, 300, 151936])
-def test_draws_what_the_reference_draws_at_full_size(device, vocab_size, monkeypatch):
+def test_draws_what_the_reference_draws_at_full_size(device, vocab_size):
     """As launched in earnest; from rows that lie apart."""
     filters = [(20, 0.95, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.0)]
     if device == "cpu":  # takes its time
-        monkeypatch.setattr(sampling_triton, "_RACE_PROGRAMS", 8)
         filters = filters[:1]
     logits = torch.full((len(filters), vocab_size + 8), torch.nan, dtype=torch.bfloat16)
     logits[:, :vocab_size] = 2 * torch.randn(len(filters), vocab_size)
@@ -232,7 +259,8 @@ def test_not_finite(device, small_blocks):
         tokens = Case(logits, device, filters).drawn()
         assert [token == -1 for token in tokens] == wrong
         assert tokens[3] >= 100
-    assert [token == -1 for token in sampling_triton.greedy(logits.to(device)).tolist()] == wrong
+    tokens = sampling_triton.sample(logits.to(device), sampling.block_size(131), None, None).tolist()
+    assert [token == -1 for token in tokens] == wrong
 
 
 @on_each_device
@@ -246,9 +274,9 @@ def test_token_logprobs(device, dtype, small_blocks):
     logits[5] = -INF
     token_ids = torch.tensor([3, 130, 4, 9, 9, 9, -1])
     for num_top in (0, 1, 20):
-        stats = sampling_triton.block_stats(logits.to(device), None, None, True)
+        stats = sampling_triton.block_stats(logits.to(device), 16, None, None, True)
         with nan_filled():
-            got = logprobs_triton.token_logprobs(logits.to(device), stats, token_ids.to(device), num_top)
+            got = logprobs_triton.token_logprobs(logits.to(device), 16, stats, token_ids.to(device), num_top)
         chosen, top_ids, top = (values.cpu() for values in got)
         wanted, wanted_ids, wanted_top = sampling.token_logprobs_ref(logits.float(), token_ids, num_top)
         fine = torch.tensor([0, 1, 2, 6])
@@ -282,8 +310,9 @@ CHI_FILTERS = [None, (7, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (20, 0.9, 0.01
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("filters", CHI_FILTERS, ids=str)
-def test_draws_are_from_the_exact_distribution(where, filters):
-    """Over seeds at one position, and over positions with one seed."""
+def test_draws_are_from_the_exact_distribution(where, filters, monkeypatch):
+    """Over seeds at one position, and over positions with one seed; four blocks."""
+    monkeypatch.setattr(sampling, "_MIN_BLOCK", 16)
     count, size = 20000, 50
     logits = torch.linspace(-4, 3, size)[torch.randperm(size)].to(where)
     temperature = torch.full((count,), 0.8, device=where)
@@ -301,8 +330,7 @@ def test_draws_are_from_the_exact_distribution(where, filters):
 def test_on_a_cpu_the_references_run():
     for filters in (None, FILTERS):
         case = Case(torch.randn(len(FILTERS), 40).bfloat16(), "cpu", filters)
-        own = (case.rows, case.temperature, case.seed, case.position, case.filters)
-        assert sampling.sample(case.logits, *own).tolist() == case.expected()
+        assert sampling.sample(case.logits, *case.own, case.filters).tolist() == case.expected()
     logits = torch.randn(4, 40).bfloat16()
     assert torch.equal(sampling.greedy(logits), sampling.greedy_ref(logits))
     pairs = zip(
@@ -320,7 +348,7 @@ def test_in_a_cuda_graph(filters):
     case = Case(torch.randn(len(FILTERS), 32000).bfloat16(), "cuda", filters)
 
     def step():
-        tokens = sampling.sample(case.logits, case.rows, case.temperature, case.seed, case.position, case.filters)
+        tokens = sampling.sample(case.logits, *case.own, case.filters)
         return tokens, sampling.greedy(case.logits), *sampling.token_logprobs(case.logits, tokens, 5)
 
     step()
@@ -341,19 +369,17 @@ def test_compiles(interpreter):
     """At a usual vocabulary, in bf16: the fullest variant of each kernel for each chip, the others for one."""
     logits = torch.zeros(64, 151936, dtype=torch.bfloat16)
     case = Case(logits, "cpu", [(0, 1.0, 0.0)] * 64)
-    own = (case.rows, case.temperature, case.seed, case.position)
+    tiny = Case(torch.zeros(64, 3), "cpu", [(0, 1.0, 0.0)] * 64)
     blocks = [torch.zeros(64, 149, dtype=dtype) for dtype in (torch.float32, torch.int32, torch.float32)]
-    bounds = 2 * [torch.zeros(64, dtype=torch.int32)]
-    draw, thresholds, logprobs = sampling_triton, sampling_filter_triton, logprobs_triton
+    draw, logprobs = sampling_triton, logprobs_triton
     every, one = tuple(SHARED_MEMORY), (86,)
     calls = [
-        (every, draw, draw.block_stats, (logits, case.rows, case.temperature, True)),
-        (one, draw, draw.block_stats, (logits, None, None, True)),
-        (one, draw, draw.greedy, (logits,)),
-        (every, draw, draw.draw, (logits, blocks, bounds, *own)),
-        (one, draw, draw.draw, (logits, blocks, None, *own)),
-        (every, thresholds, thresholds.thresholds, (logits, blocks, case.rows, case.temperature, *case.filters)),
-        (every, logprobs, logprobs.token_logprobs, (logits, blocks, case.rows, 5)),
+        (every, draw, draw.sample, (logits, 1024, case.own, case.filters)),
+        (one, draw, draw.sample, (logits, 1024, case.own, None)),
+        (one, draw, draw.sample, (logits, 1024, None, None)),
+        (one, draw, draw.sample, (tiny.logits, 256, tiny.own, tiny.filters)),
+        (one, draw, draw.block_stats, (logits, 1024, None, None, True)),
+        (every, logprobs, logprobs.token_logprobs, (logits, 1024, blocks, case.rows, 5)),
     ]
     jobs = [
         (launch, chip)

@@ -129,8 +129,9 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("filters", [None, (5, 1.0, 0.0), (-1, 0.7, 0.0), (-1, 1.0, 0.2), (6, 0.9, 0.05)], ids=str)
-def test_draws_have_the_exact_distribution(source, filters):
-    """Chi-square over 40,000 draws against softmax(logits / T), restricted to what the filters keep."""
+def test_draws_have_the_exact_distribution(source, filters, monkeypatch):
+    """Chi-square over 40,000 draws against softmax(logits / T), restricted to what the filters keep; three blocks."""
+    monkeypatch.setattr(sampling, "_MIN_BLOCK", 4)
     count, temperature = 40000, 0.8
     logits = torch.tensor(np.random.default_rng(5).normal(0, 1.5, 12), dtype=torch.float32)
     seeds, positions = SOURCES[source](count)
@@ -144,19 +145,22 @@ def test_draws_have_the_exact_distribution(source, filters):
     assert abs(chi_square(draws, probs / probs.sum())) < 5
 
 
-def noise_words(seeds, positions, vocab_size):
+def noise_words(seeds, positions, counters):
     """The noise as uniform numbers in (0, 1)."""
-    return -torch.expm1(-sampling.exponential_noise_ref(seeds, positions, vocab_size).double())
+    return -torch.expm1(-sampling.exponential_noise_ref(seeds, positions, counters).double())
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_noise_is_uniform_and_uncorrelated(source):
-    """2 million numbers in 64 bins; neighbours in a row and in a column have nothing in common."""
-    noise = noise_words(*SOURCES[source](2000), 1000)
+    """2 million numbers in 64 bins; neighbours in a row and in a column have nothing in common, nor have the noise of
+    a block and that of a token."""
+    ids = torch.arange(1000)
+    noise = noise_words(*SOURCES[source](2000), ids)
+    of_blocks = noise_words(*SOURCES[source](2000), 2**32 - 1 - ids)
     bins = (noise.flatten() * 64).long().numpy()
     assert abs(chi_square(bins, np.full(64, 1 / 64))) < 5
-    centred = (noise - 0.5) * math.sqrt(12)
-    for a, b in ((centred[:, 1:], centred[:, :-1]), (centred[1:], centred[:-1])):
+    centred, of_blocks = ((words - 0.5) * math.sqrt(12) for words in (noise, of_blocks))
+    for a, b in ((centred[:, 1:], centred[:, :-1]), (centred[1:], centred[:-1]), (centred, of_blocks)):
         assert abs((a * b).mean().item()) * math.sqrt(a.numel()) < 5
     assert len(noise.unique()) > 0.95 * noise.numel()
 
@@ -165,20 +169,20 @@ def test_noise_is_uniform_and_uncorrelated(source):
 def test_noise_is_positive_and_finite_for_every_word(word, monkeypatch):
     """Infinite noise would drop the only token that a filter left and draw token 0 instead."""
     monkeypatch.setattr(sampling, "_mix32", lambda x: torch.full_like(x, word))
-    noise = sampling.exponential_noise_ref(ints(1), ints(1), 4)
+    noise = sampling.exponential_noise_ref(ints(1), ints(1), torch.arange(4))
     assert torch.all((noise > 0) & noise.isfinite())
     filters = (ints(1), floats(1.0), floats(0.0))
     assert sampling.sample_ref(floats(0, 1, 2, 1)[None], floats(1.0), ints(1), ints(1), filters).tolist() == [2]
 
 
 def test_noise_depends_on_its_own_row_alone():
-    """A53: neither the other rows nor the order of the batch matters; nor does a larger vocabulary."""
-    seeds, positions = torch.randint(2**62, (50,)), torch.randint(40000, (50,))
-    noise = sampling.exponential_noise_ref(seeds, positions, 100)
+    """A53: neither the other rows nor the order of the batch matters; nor does what other numbers are wanted."""
+    seeds, positions, ids = torch.randint(2**62, (50,)), torch.randint(40000, (50,)), torch.arange(200)
+    noise = sampling.exponential_noise_ref(seeds, positions, ids[:100])
     order = torch.randperm(50)
-    assert torch.equal(sampling.exponential_noise_ref(seeds[order], positions[order], 100), noise[order])
-    assert torch.equal(sampling.exponential_noise_ref(seeds[3:4], positions[3:4], 200)[:, :100], noise[3:4])
-    assert not torch.equal(sampling.exponential_noise_ref(seeds ^ 2**61, positions, 100), noise)
+    assert torch.equal(sampling.exponential_noise_ref(seeds[order], positions[order], ids[:100]), noise[order])
+    assert torch.equal(sampling.exponential_noise_ref(seeds[3:4], positions[3:4], ids)[:, :100], noise[3:4])
+    assert not torch.equal(sampling.exponential_noise_ref(seeds ^ 2**61, positions, ids[:100]), noise)
 
 
 def test_temperature_zero_row_by_row():

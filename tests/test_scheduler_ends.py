@@ -4,7 +4,7 @@ a step tells the runner about sampling. No model: a fake runner checks every ste
 import math
 
 import pytest
-from fake_runner import FakeEngine, expected_scores, expected_tokens, finish_all
+from fake_runner import FakeEngine, expected_scores, expected_tokens, finish_all, sampled_rows
 
 from nanovllm.engine.sequence import Status
 
@@ -221,7 +221,7 @@ def test_scoring_draws_nothing():
     seq = engine.add(range(9), max_tokens=0, prompt_logprobs=0)
     finish_all(engine)
     assert seq.output_token_ids == []
-    assert not any(step.decode_rows or step.sampled_rows for step in engine.steps)
+    assert not any(sampled_rows(step) for step in engine.steps)
 
 
 def test_scored_and_generated_prompts_share_steps():

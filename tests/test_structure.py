@@ -133,7 +133,6 @@ GOOD = [
     ("lazy", "kernels/choice.py", "def twin(name):\n    import json"),
     ("lazy", "models/registry.py", "def f():\n    from . import stub"),
     ("lazy", "attention/__init__.py", "def f():\n    from . import stub"),
-    ("lazy", "demo_model.py", "def f():\n    import gguf"),
     ("function_lines", "kernels/norm_triton.py", f"def f():\n{LONG_BODY}"),
     ("step", "engine/llm_engine.py", 'class E:\n  def step(self):\n    """One\n    step."""\n' + "    x = 1\n" * 9),
     ("families", "engine/model_runner.py", "# mamba"),

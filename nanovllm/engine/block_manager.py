@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
 
 import xxhash
 
 from nanovllm.engine.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """One block. `uid` names the whole prefix that ends with this block, 0 while that is not known.
 
     Equal hashes are not trusted: a hit also needs equal `token_ids` after the same prefix (`parent_uid`).
     """
 
-    __slots__ = ("block_id", "hash", "parent_uid", "ref_count", "token_ids", "uid")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.forget()
+    block_id: int
+    ref_count: int = 0
+    uid: int = 0
+    parent_uid: int = 0
+    hash: int = 0
+    token_ids: list[int] = field(default_factory=list)
 
     def forget(self) -> None:
         """The block's contents are no longer a known prefix."""
-        self.uid = 0
-        self.parent_uid = 0
-        self.hash = 0
-        self.token_ids: list[int] = []
+        self.uid, self.parent_uid, self.hash, self.token_ids = 0, 0, 0, []
 
 
 def block_hash(parent_hash: int, token_ids: list[int]) -> int:
@@ -102,8 +101,9 @@ class BlockManager:
         taken = []
         for _ in range(self.num_blocks_for(num_tokens) - len(seq.block_table)):
             block = self.blocks[self._free.popitem(last=False)[0]]
-            if block.uid:
-                self._forget(block)
+            if self._by_hash.get(block.hash) is block:  # another block may have taken over the hash
+                del self._by_hash[block.hash]
+            block.forget()
             block.ref_count = 1
             taken.append(block.block_id)
         seq.block_table += taken
@@ -128,9 +128,16 @@ class BlockManager:
             return
         full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
         for index in range(seq.num_hashed_blocks, full):
+            block = self.blocks[seq.block_table[index]]
             parent_hash = self.blocks[seq.block_table[index - 1]].hash if index else 0
             token_ids = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
-            seq.prefix_uid = self._remember(seq.block_table[index], parent_hash, seq.prefix_uid, token_ids)
+            block.hash = block_hash(parent_hash, token_ids)
+            known = self._lookup(block.hash, seq.prefix_uid, token_ids)
+            if known is None:
+                self._last_uid += 1
+                block.uid, block.parent_uid, block.token_ids = self._last_uid, seq.prefix_uid, token_ids
+                self._by_hash[block.hash] = known = block
+            seq.prefix_uid = known.uid  # of two that were computed in parallel the first gives the name
         seq.num_hashed_blocks = max(seq.num_hashed_blocks, full)
 
     def forget_all(self) -> None:
@@ -152,10 +159,7 @@ class BlockManager:
         Raises:
             RuntimeError: they do not balance; the message has the numbers.
         """
-        held: dict[int, int] = {}
-        for seq in sequences:
-            for block_id in seq.block_table:
-                held[block_id] = held.get(block_id, 0) + 1
+        held = Counter(block_id for seq in sequences for block_id in seq.block_table)
         counted = {block.block_id: block.ref_count for block in self.blocks if block.ref_count}
         if held != counted or len(held) + self.num_free != len(self.blocks) or held.keys() & self._free.keys():
             raise RuntimeError(
@@ -165,24 +169,5 @@ class BlockManager:
 
     def _lookup(self, key: int, parent_uid: int, token_ids: list[int]) -> Block | None:
         block = self._by_hash.get(key)
-        if block is not None and block.parent_uid == parent_uid and block.token_ids == token_ids:
-            return block
-        return None
-
-    def _remember(self, block_id: int, parent_hash: int, parent_uid: int, token_ids: list[int]) -> int:
-        """Returns the uid of the prefix that ends with this block."""
-        block = self.blocks[block_id]
-        block.hash = block_hash(parent_hash, token_ids)
-        twin = self._lookup(block.hash, parent_uid, token_ids)
-        if twin is not None:  # computed twice in parallel: the prefix keeps the name it has
-            return twin.uid
-        self._last_uid += 1
-        block.uid, block.parent_uid, block.token_ids = self._last_uid, parent_uid, token_ids
-        self._by_hash[block.hash] = block
-        return block.uid
-
-    def _forget(self, block: Block) -> None:
-        # Another block may have taken over the hash.
-        if self._by_hash.get(block.hash) is block:
-            del self._by_hash[block.hash]
-        block.forget()
+        same = block is not None and block.parent_uid == parent_uid and block.token_ids == token_ids
+        return block if same else None

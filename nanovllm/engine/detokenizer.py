@@ -29,7 +29,7 @@ class TextStream:
         self._min_tokens = min_tokens
         # Left out before decoding, because a decoder may strip the space that follows them.
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._num_tokens = 0
+        self.num_tokens = 0  # pushed so far
         self._token_ids: list[int] = []
         # Text of tokens before _read is out; decoding starts at _prefix, because a token's text can depend on
         # the ones before it (a leading space, a character in several parts).
@@ -41,14 +41,14 @@ class TextStream:
         self._finished = False
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens pushed so far."""
-        return self._num_tokens
-
-    @property
     def text(self) -> str:
-        """All text that is certain."""
-        return self._text[: self._certain()]
+        """All text that is certain: without what may turn out to be the start of a stop string."""
+        if self._finished or not self._stop:
+            return self._text
+        for held in range(min(max(map(len, self._stop)) - 1, len(self._text)), 0, -1):
+            if any(stop.startswith(self._text[-held:]) for stop in self._stop):
+                return self._text[:-held]
+        return self._text
 
     def take_delta(self) -> str:
         """Certain text since the last call."""
@@ -62,7 +62,7 @@ class TextStream:
         # Where bytes are invalid, what becomes of them depends on where a decoder starts: so they are always taken one
         # by one, and a text is the same however its tokens came.
         for piece in [token_ids] if at_once else ([token_id] for token_id in token_ids):
-            self._num_tokens += len(piece)
+            self.num_tokens += len(piece)
             kept = [token_id for token_id in piece if token_id not in self._skipped]
             self._token_ids += kept
             if kept:
@@ -110,7 +110,7 @@ class TextStream:
     def _cut_at_stop(self) -> str | None:
         """Look for stop strings that end in text not searched yet."""
         searched, self._searched = self._searched, len(self._text)
-        if self._num_tokens <= self._min_tokens:
+        if self.num_tokens <= self._min_tokens:
             return None
         hits = [(at, s) for s in self._stop if (at := self._text.find(s, max(0, searched - len(s) + 1))) >= 0]
         if not hits:
@@ -119,12 +119,3 @@ class TextStream:
         self._text = self._text[:at]
         self._finished = True
         return stop
-
-    def _certain(self) -> int:
-        """Length of the text that cannot turn out to be the start of a stop string."""
-        if self._finished or not self._stop:
-            return len(self._text)
-        for held in range(min(max(map(len, self._stop)) - 1, len(self._text)), 0, -1):
-            if any(stop.startswith(self._text[-held:]) for stop in self._stop):
-                return len(self._text) - held
-        return len(self._text)

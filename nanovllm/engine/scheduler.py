@@ -15,23 +15,19 @@ from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.engine.step import (
-    BlockUpdates,
-    Logprobs,
-    PrefillChunk,
-    RowStart,
-    Sampling,
-    Step,
-    StepResult,
-)
+from nanovllm.engine.step import Logprobs, PrefillChunk, RowStart, Sampling, Step, StepResult
 
 
 @dataclass(slots=True)
-class _Launched:
-    """Whose results a launched step will bring, in their order."""
+class _Plan:
+    """A step and whose results it brings, in their order; of a prefill, while it is made: the tokens it may still
+    compute, and the blocks it makes known, which can be read from the next step on."""
 
+    budget: int = 0
+    step: Step = field(default_factory=Step)
     sampled: list[Sequence] = field(default_factory=list)
     scored: list[Sequence] = field(default_factory=list)
+    computing: set[int] = field(default_factory=set)
 
 
 class Scheduler:
@@ -51,7 +47,7 @@ class Scheduler:
         self._unfinished: dict[int, Sequence] = {}  # also those on their way between `waiting` and `running`
         self._free_rows = list(range(max_num_seqs))
         self._num_rows = max_num_seqs
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[_Plan] = deque()
         self._last_was_prefill = False
 
     @property
@@ -69,12 +65,10 @@ class Scheduler:
 
         Everything in the books counts as done once a step is launched: steps run in launch order.
         """
-        can_decode = any(seq.is_decoding and seq.wants_token for seq in self.running)
-        step = None if can_decode and self._last_was_prefill else self._schedule_prefill()
+        ready = [seq for seq in self.running if seq.is_decoding and seq.wants_token]
+        step = None if ready and self._last_was_prefill else self._schedule_prefill()
         self._last_was_prefill = step is not None
-        if step is None and can_decode:
-            step = self._schedule_decode()
-        return step
+        return step or self._schedule_decode(ready)
 
     def update(self, result: StepResult) -> list[Sequence]:
         """Take in the results of the oldest launched step; returns the sequences that went on or ended.
@@ -138,58 +132,45 @@ class Scheduler:
     # Prefill
 
     def _schedule_prefill(self) -> Step | None:
-        step = Step([], BlockUpdates(), [], [], [], None)
-        launched = _Launched()
-        computing: set[int] = set()  # blocks this step makes known; they can be read from the next step on
-        budget = self.max_num_batched_tokens
+        plan = _Plan(self.max_num_batched_tokens)
         if self.running and not self.running[-1].is_decoding:
             # Admission stops at a prompt that the budget cuts, so the unfinished prefill is the last one admitted.
-            budget = self._continue_chunk(step, launched, budget, computing)
-        budget = self._admit(step, launched, budget, computing)
-        if not step.chunks:
-            return None
-        step.sampling = self._sampling(launched.sampled)
-        for seq in launched.sampled:
+            seq = self.running[-1]
+            end = min(seq.num_computed + plan.budget, len(seq.token_ids))
+            if self.block_manager.num_new_blocks(seq, end, []) > self.block_manager.num_free:
+                return None  # who decodes now ends or makes room by preemption, and nobody may overtake
+            self._add_chunk(seq, plan)
+        self._admit(plan)
+        return self._launch(plan) if plan.step.chunks else None
+
+    def _launch(self, plan: _Plan) -> Step:
+        plan.step.sampling = self._sampling(plan.sampled)
+        for seq in plan.sampled:
             seq.num_pending += 1
-        self._launched.append(launched)
-        return step
+        self._launched.append(plan)
+        return plan.step
 
-    def _continue_chunk(self, step: Step, launched: _Launched, budget: int, computing: set[int]) -> int:
-        """Go on with the prompt that the last step's budget cut; returns the budget left for others."""
-        seq = self.running[-1]
-        num_tokens = min(budget, len(seq.token_ids) - seq.num_computed)
-        if self.block_manager.num_new_blocks(seq, seq.num_computed + num_tokens, []) > self.block_manager.num_free:
-            return 0  # who decodes now ends or makes room by preemption, and nobody may overtake
-        self._add_chunk(seq, num_tokens, step, launched, computing)
-        return budget - num_tokens
-
-    def _admit(self, step: Step, launched: _Launched, budget: int, computing: set[int]) -> int:
+    def _admit(self, plan: _Plan) -> None:
         """Start waiting sequences in order of arrival while rows, blocks and budget last."""
         deferred: list[Sequence] = []
-        while self.waiting and self._free_rows and budget > 0:
+        while self.waiting and self._free_rows and plan.budget > 0:
             seq = self.waiting[0]
             if seq.num_pending:
                 break  # preempted a moment ago: its last token is not read yet
             prefix = self.block_manager.find_prefix(seq)
-            if any(block.block_id in computing for block in prefix):
+            if any(block.block_id in plan.computing for block in prefix):
                 # An equal prefix is being computed in this very step; one step later it is there to share.
                 deferred.append(self.waiting.popleft())
                 continue
-            if not self._has_room(seq, prefix):
+            # Room for the whole prompt, not only its first chunk, and a block to grow for each running sequence:
+            # admitting more would soon preempt it again.
+            needed = self.block_manager.num_new_blocks(seq, len(seq.token_ids), prefix) + len(self.running)
+            if needed > self.block_manager.num_free:
                 break
             self.waiting.popleft()
-            self._start(seq, prefix, step)
-            num_tokens = min(budget, len(seq.token_ids) - seq.num_computed)
-            self._add_chunk(seq, num_tokens, step, launched, computing)
-            budget -= num_tokens
+            self._start(seq, prefix, plan.step)
+            self._add_chunk(seq, plan)
         self.waiting.extendleft(reversed(deferred))
-        return budget
-
-    def _has_room(self, seq: Sequence, prefix: list[Block]) -> bool:
-        """Room for the whole prompt, not only its first chunk, and a block to grow for each running sequence:
-        admitting more would soon preempt it again."""
-        needed = self.block_manager.num_new_blocks(seq, len(seq.token_ids), prefix)
-        return needed + len(self.running) <= self.block_manager.num_free
 
     def _start(self, seq: Sequence, prefix: list[Block], step: Step) -> None:
         seq.row = heapq.heappop(self._free_rows)
@@ -198,91 +179,78 @@ class Scheduler:
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = seq.num_computed
         self.running.append(seq)
-        prompt, output = seq.token_ids[: seq.num_prompt_tokens], seq.output_token_ids
-        if not seq.params.penalized:
-            prompt, output = [], []
+        wanted = seq.token_ids if seq.params.penalized else []
+        prompt, output = wanted[: seq.num_prompt_tokens], wanted[seq.num_prompt_tokens :]
         step.starts.append(RowStart(seq.row, seq.params, seq.seed, prompt, output))
         step.block_updates.add(seq.row, 0, seq.block_table)
 
-    def _add_chunk(self, seq: Sequence, num_tokens: int, step: Step, launched: _Launched, computing: set[int]) -> None:
-        start, end = seq.num_computed, seq.num_computed + num_tokens
-        held = len(seq.block_table)
-        step.block_updates.add(seq.row, held, self.block_manager.grow(seq, end))
+    def _add_chunk(self, seq: Sequence, plan: _Plan) -> None:
+        """As many of the sequence's tokens as the budget allows."""
+        start = seq.num_computed
+        end = min(start + plan.budget, len(seq.token_ids))
+        plan.budget -= end - start
+        plan.step.block_updates.add(seq.row, len(seq.block_table), self.block_manager.grow(seq, end))
         seq.num_computed = end
         seq.is_decoding = end == len(seq.token_ids)
         samples = seq.is_decoding and seq.wants_token
-        score_start, targets = self._score_targets(seq, start, end)
-        num_top = seq.prompt_logprobs or 0
-        step.chunks.append(
-            PrefillChunk(seq.row, start, seq.token_ids[start:end], samples, score_start, targets, num_top)
-        )
+        chunk = PrefillChunk(seq.row, start, seq.token_ids[start:end], samples, *self._score_targets(seq, start, end))
+        plan.step.chunks.append(chunk)
         if samples:
-            launched.sampled.append(seq)
-        if targets:
-            launched.scored.append(seq)
+            plan.sampled.append(seq)
+        if chunk.score_targets:
+            plan.scored.append(seq)
         known = seq.num_hashed_blocks
         self.block_manager.remember(seq)
-        computing.update(seq.block_table[known : seq.num_hashed_blocks])
+        plan.computing.update(seq.block_table[known : seq.num_hashed_blocks])
 
     @staticmethod
-    def _score_targets(seq: Sequence, start: int, end: int) -> tuple[int, list[int]]:
-        """Which prompt tokens this chunk's rows score: those not scored before a preemption."""
-        if seq.prompt_logprobs is None:
-            return start, []
+    def _score_targets(seq: Sequence, start: int, end: int) -> tuple[int, list[int], int]:
+        """The last three fields of a PrefillChunk: prompt tokens that were not scored before a preemption."""
         score_start = max(start, seq.num_scored)
         score_end = min(end, seq.num_prompt_tokens - 1)
-        if score_end <= score_start:
-            return start, []
+        if seq.prompt_logprobs is None or score_end <= score_start:
+            return start, [], 0
         seq.num_scored = score_end
-        return score_start, seq.token_ids[score_start + 1 : score_end + 1]
+        return score_start, seq.token_ids[score_start + 1 : score_end + 1], seq.prompt_logprobs
 
     # Decode
 
-    def _schedule_decode(self) -> Step | None:
-        step = Step([], BlockUpdates(), [], [], [], None)
-        batch: list[Sequence] = []
-        for seq in list(self.running):
-            if seq.status is not Status.RUNNING or not (seq.is_decoding and seq.wants_token):
-                continue
+    def _schedule_decode(self, ready: list[Sequence]) -> Step | None:
+        plan = _Plan()
+        for seq in ready:
+            if seq.status is not Status.RUNNING:
+                continue  # preempted for one before it
             if self._make_room(seq):
                 held = len(seq.block_table)
                 new_blocks = self.block_manager.grow(seq, seq.num_computed + 1)
                 if new_blocks:
-                    step.block_updates.add(seq.row, held, new_blocks)
-                batch.append(seq)
-        if not batch:
+                    plan.step.block_updates.add(seq.row, held, new_blocks)
+                plan.sampled.append(seq)
+        if not plan.sampled:
             return None
-        step.sampling = self._sampling(batch)
-        for seq in batch:
+        for seq in plan.sampled:
             seq.num_computed += 1
-            seq.num_pending += 1
-        step.decode_rows = [seq.row for seq in batch]
-        step.context_lens = [seq.num_computed for seq in batch]
-        self._launched.append(_Launched(sampled=batch))
-        return step
+        plan.step.decode_rows = [seq.row for seq in plan.sampled]
+        plan.step.context_lens = [seq.num_computed for seq in plan.sampled]
+        return self._launch(plan)
 
     def _make_room(self, seq: Sequence) -> bool:
         """Preempt, last come first, until `seq` can grow by one token; False when it had to go itself."""
         needed = seq.num_computed + 1 > len(seq.block_table) * self.block_manager.block_size
         while needed and self.block_manager.num_free == 0:
             victim = self.running[-1]
-            self._preempt(victim)
+            self._leave_row(victim)
+            victim.status = Status.WAITING
+            victim.num_preemptions += 1
+            self.waiting.appendleft(victim)  # its KV is computed anew later
             if victim is seq:
                 return False
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Send a sequence back to the front of the queue; its KV is computed anew later."""
-        self._leave_row(seq)
-        seq.status = Status.WAITING
-        seq.num_preemptions += 1
-        self.waiting.appendleft(seq)
-
     def _leave_row(self, seq: Sequence) -> None:
         self.running.remove(seq)
         heapq.heappush(self._free_rows, seq.row)
-        seq.row = -1
-        seq.is_decoding = False
+        seq.row, seq.is_decoding = -1, False
         self.block_manager.release(seq)
 
     # Sampling and results
@@ -315,7 +283,7 @@ class Scheduler:
 
     def _take_scores(self, seq: Sequence, scores: Logprobs) -> None:
         seq.prompt_token_logprobs += scores.chosen
-        seq.prompt_top_logprobs += _pairs(scores, seq.prompt_logprobs or 0)
+        seq.prompt_top_logprobs += _pairs(scores.top_ids, scores.top, seq.prompt_logprobs)
         if any(math.isnan(value) for value in scores.chosen):
             self._fail(seq)
         elif seq.max_tokens == 0 and len(seq.prompt_token_logprobs) == seq.num_prompt_tokens - 1:
@@ -328,9 +296,8 @@ class Scheduler:
             return
         seq.record_token(token_id)
         if logprobs is not None and seq.params.logprobs is not None:
-            one = Logprobs(logprobs.chosen[index : index + 1], [logprobs.top_ids[index]], [logprobs.top[index]])
-            seq.logprobs += one.chosen
-            seq.top_logprobs += _pairs(one, seq.params.logprobs)
+            seq.logprobs.append(logprobs.chosen[index])
+            seq.top_logprobs += _pairs([logprobs.top_ids[index]], [logprobs.top[index]], seq.params.logprobs)
         if token_id in seq.stop_ids:
             self.finish(seq, "stop", token_id if token_id in seq.params.stop_token_ids else None)
         elif seq.num_output_tokens >= seq.max_tokens:
@@ -339,9 +306,6 @@ class Scheduler:
             self.block_manager.remember(seq)
 
 
-def _pairs(logprobs: Logprobs, num_top: int) -> list[list[tuple[int, float]]]:
+def _pairs(top_ids: list[list[int]], top: list[list[float]], num_top: int) -> list[list[tuple[int, float]]]:
     """Per token the `num_top` most likely (id, log probability); the step may have computed more for others."""
-    return [
-        list(zip(ids[:num_top], top[:num_top], strict=True))
-        for ids, top in zip(logprobs.top_ids, logprobs.top, strict=True)
-    ]
+    return [list(zip(ids[:num_top], values[:num_top], strict=True)) for ids, values in zip(top_ids, top, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from dataclasses import dataclass, field
 
 from nanovllm.engine.detokenizer import TextStream
 from nanovllm.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+@dataclass(eq=False)
 class Sequence:
     """A prompt and one continuation of it.
 
@@ -26,7 +28,7 @@ class Sequence:
 
     Args:
         seq_id: order of arrival, unique within an engine.
-        prompt_token_ids: the prompt.
+        token_ids: the prompt; copied.
         params: how to continue it.
         seed: of this sequence's noise.
         max_tokens: most tokens to generate, resolved; 0 only computes the prompt (scoring).
@@ -34,45 +36,38 @@ class Sequence:
         prompt_logprobs: k to also score the prompt's tokens, with the k most likely ones each; None not to.
     """
 
-    def __init__(
-        self,
-        seq_id: int,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        seed: int,
-        max_tokens: int,
-        stop_ids: frozenset[int],
-        prompt_logprobs: int | None = None,
-    ) -> None:
-        self.seq_id = seq_id
-        self.params = params
-        self.seed = seed
-        self.max_tokens = max_tokens
-        self.stop_ids = stop_ids
-        self.prompt_logprobs = prompt_logprobs
-        self.status = Status.WAITING
-        self.token_ids = list(prompt_token_ids)
-        self.num_prompt_tokens = len(prompt_token_ids)
-        self.num_pending = 0
-        self.num_computed = 0
-        self.is_decoding = False
-        self.num_cached_tokens = 0
-        self.row = -1
-        self.block_table: list[int] = []
-        self.num_hashed_blocks = 0
-        self.prefix_uid = 0
-        self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None
-        self.error = ""
-        self.logprobs: list[float] = []
-        self.top_logprobs: list[list[tuple[int, float]]] = []
-        self.prompt_token_logprobs: list[float] = []
-        self.prompt_top_logprobs: list[list[tuple[int, float]]] = []
-        self.num_scored = 0
-        self.num_preemptions = 0
-        self.text: TextStream | None = None
-        self.arrival_time = time.perf_counter()
-        self.first_token_time: float | None = None
+    seq_id: int
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    stop_ids: frozenset[int]
+    prompt_logprobs: int | None = None
+    status: Status = Status.WAITING
+    num_pending: int = 0
+    num_computed: int = 0
+    is_decoding: bool = False
+    num_cached_tokens: int = 0
+    row: int = -1
+    block_table: list[int] = field(default_factory=list)
+    num_hashed_blocks: int = 0
+    prefix_uid: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str = ""
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    prompt_token_logprobs: list[float] = field(default_factory=list)
+    prompt_top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    num_scored: int = 0
+    num_preemptions: int = 0
+    text: TextStream | None = None
+    arrival_time: float = field(default_factory=time.perf_counter)
+    first_token_time: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -88,23 +88,18 @@ class Step:
     launch_time: when the host made it (time.perf_counter seconds).
     """
 
-    starts: list[RowStart]
-    block_updates: BlockUpdates
-    chunks: list[PrefillChunk]
-    decode_rows: list[int]
-    context_lens: list[int]
-    sampling: Sampling | None
+    starts: list[RowStart] = field(default_factory=list)
+    block_updates: BlockUpdates = field(default_factory=BlockUpdates)
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    decode_rows: list[int] = field(default_factory=list)
+    context_lens: list[int] = field(default_factory=list)
+    sampling: Sampling | None = None
     launch_time: float = field(default_factory=time.perf_counter)
 
     @property
     def num_tokens(self) -> int:
         """Tokens this step computes."""
         return sum(len(chunk.token_ids) for chunk in self.chunks) or len(self.decode_rows)
-
-    @property
-    def sampled_rows(self) -> list[int]:
-        """Rows that draw a token, in the order of the results."""
-        return self.decode_rows or [chunk.row for chunk in self.chunks if chunk.samples]
 
 
 @dataclass(slots=True)

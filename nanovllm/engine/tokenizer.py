@@ -28,14 +28,10 @@ class Tokenizer:
             self._hf = AutoTokenizer.from_pretrained(directory)
         except Exception as error:  # whatever the files hold, and whoever fails to read them
             raise _unusable(directory, f"cannot be loaded: {error}") from error
+        self.eos_token_id: int | None = self._hf.eos_token_id
         self._bytes_of_char = _byte_level_chars() if self._is_byte_level() else None
         added = self._hf.added_tokens_decoder.items()
         self.special_ids = frozenset(self._hf.all_special_ids) | {i for i, token in added if token.special}
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The tokenizer's own eos."""
-        return self._hf.eos_token_id
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of texts, with the special tokens that the model expects around plain text.
@@ -45,12 +41,11 @@ class Tokenizer:
         if not texts:
             return []
         batch = self._hf(texts)["input_ids"]
-        bos, bos_id = self._hf.bos_token, self._hf.bos_token_id
-        doubled = [
-            bos is not None and text.startswith(bos) and ids[:2] == [bos_id, bos_id]
+        bos, doubled = self._hf.bos_token, [self._hf.bos_token_id] * 2
+        return [
+            ids[1:] if bos is not None and text.startswith(bos) and ids[:2] == doubled else ids
             for text, ids in zip(texts, batch, strict=True)
         ]
-        return [ids[1:] if twice else ids for ids, twice in zip(batch, doubled, strict=True)]
 
     def encode_chat(
         self, conversations: list[list[dict]], add_generation_prompt: bool, template_kwargs: dict[str, Any]
@@ -68,12 +63,9 @@ class Tokenizer:
             return []
         _check_conversations(conversations)
         try:
-            texts = [
-                self._hf.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
-                )
-                for messages in conversations
-            ]
+            texts = self._hf.apply_chat_template(
+                conversations, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
+            )
         except (TemplateError, KeyError, TypeError) as error:
             raise ValueError(f"the chat template refuses a conversation: {error}") from error
         return self._hf(texts, add_special_tokens=False)["input_ids"]
@@ -91,12 +83,11 @@ class Tokenizer:
         token = self._hf.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
-        if token_id in self.special_ids:
+        chars = self._bytes_of_char
+        if token_id in self.special_ids or (chars is not None and not chars.keys() >= set(token)):
             return token.encode()
-        if self._bytes_of_char is not None:
-            if all(char in self._bytes_of_char for char in token):
-                return bytes(self._bytes_of_char[char] for char in token)
-            return token.encode()
+        if chars is not None:
+            return bytes(chars[char] for char in token)
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from nanovllm.kernels.choice import twin
 
@@ -16,20 +17,15 @@ class DecodeRows(NamedTuple):
     included (0 for padding); block_table [R, max_blocks] int32.
     """
 
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    context_lens: torch.Tensor
-    block_table: torch.Tensor
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    context_lens: Tensor
+    block_table: Tensor
 
 
 def gather_rows_ref(
-    rows: torch.Tensor,
-    last_token: torch.Tensor,
-    context_len: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    padding_row: int,
+    rows: Tensor, last_token: Tensor, context_len: Tensor, block_table: Tensor, block_size: int, padding_row: int
 ) -> DecodeRows:
     """Look up what the rows decode next.
 
@@ -49,12 +45,7 @@ def gather_rows_ref(
 
 
 def gather_rows(
-    rows: torch.Tensor,
-    last_token: torch.Tensor,
-    context_len: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    padding_row: int,
+    rows: Tensor, last_token: Tensor, context_len: Tensor, block_table: Tensor, block_size: int, padding_row: int
 ) -> DecodeRows:
     """`gather_rows_ref`, by one kernel where there is one instead of fifteen."""
     kernel = twin("decode_rows") if rows.is_cuda else None
@@ -63,12 +54,12 @@ def gather_rows(
     return DecodeRows(*kernel.gather_rows(rows, last_token, context_len, block_table, block_size, padding_row))
 
 
-def scatter_tokens_ref(rows: torch.Tensor, token_ids: torch.Tensor, last_token: torch.Tensor) -> None:
+def scatter_tokens_ref(rows: Tensor, token_ids: Tensor, last_token: Tensor) -> None:
     """last_token[rows] = token_ids [R]; a failed row (-1) goes on from token 0 until its sequence ends."""
     last_token[rows] = token_ids.clamp_min(0)
 
 
-def scatter_tokens(rows: torch.Tensor, token_ids: torch.Tensor, last_token: torch.Tensor) -> None:
+def scatter_tokens(rows: Tensor, token_ids: Tensor, last_token: Tensor) -> None:
     """`scatter_tokens_ref`, by a kernel where there is one."""
     kernel = twin("decode_rows") if rows.is_cuda and len(rows) else None
     run = scatter_tokens_ref if kernel is None else kernel.scatter_tokens

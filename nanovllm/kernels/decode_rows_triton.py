@@ -5,26 +5,16 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize=["padding_row", "max_blocks"])
 def _gather_kernel(
-    rows_ptr,
-    last_token_ptr,
-    context_len_ptr,
-    table_ptr,
-    token_ptr,
-    position_ptr,
-    slot_ptr,
-    context_ptr,
-    out_table_ptr,
-    max_blocks,
-    padding_row,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows_ptr, last_token_ptr, context_len_ptr, table_ptr, token_ptr, position_ptr, slot_ptr, context_ptr,
+    out_table_ptr, max_blocks, padding_row, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """BLOCK entries of one row's block table; the first program of a row does the rest too."""
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i)
@@ -54,39 +44,21 @@ def _scatter_kernel(rows_ptr, token_ptr, last_token_ptr, num_rows, BLOCK: tl.con
 
 
 def gather_rows(
-    rows: torch.Tensor,
-    last_token: torch.Tensor,
-    context_len: torch.Tensor,
-    block_table: torch.Tensor,
-    block_size: int,
-    padding_row: int,
-) -> tuple[torch.Tensor, ...]:
+    rows: Tensor, last_token: Tensor, context_len: Tensor, block_table: Tensor, block_size: int, padding_row: int
+) -> tuple[Tensor, ...]:
     """See `kernels/decode_rows.py`."""
     num_rows, max_blocks = rows.shape[0], block_table.shape[1]
     token_ids, positions, slots = torch.empty(3, num_rows, dtype=torch.int64, device=rows.device)
     context_lens = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
     table = torch.empty(num_rows, max_blocks, dtype=torch.int32, device=rows.device)
     _gather_kernel[(num_rows, triton.cdiv(max_blocks, _BLOCK))](
-        rows,
-        last_token,
-        context_len,
-        block_table,
-        token_ids,
-        positions,
-        slots,
-        context_lens,
-        table,
-        max_blocks,
-        padding_row,
-        BLOCK_SIZE=block_size,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(max_blocks)),
-        num_warps=4,
-    )
+        rows, last_token, context_len, block_table, token_ids, positions, slots, context_lens, table, max_blocks,
+        padding_row, BLOCK_SIZE=block_size, BLOCK=min(_BLOCK, triton.next_power_of_2(max_blocks)), num_warps=4,
+    )  # fmt: skip
     return token_ids, positions, slots, context_lens, table
 
 
-def scatter_tokens(rows: torch.Tensor, token_ids: torch.Tensor, last_token: torch.Tensor) -> None:
+def scatter_tokens(rows: Tensor, token_ids: Tensor, last_token: Tensor) -> None:
     """See `kernels/decode_rows.py`."""
-    _scatter_kernel[(triton.cdiv(len(rows), _BLOCK),)](
-        rows, token_ids, last_token, len(rows), BLOCK=_BLOCK, num_warps=4
-    )
+    grid = (triton.cdiv(len(rows), _BLOCK),)
+    _scatter_kernel[grid](rows, token_ids, last_token, len(rows), BLOCK=_BLOCK, num_warps=4)

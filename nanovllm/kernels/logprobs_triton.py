@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-
-_MAX_BLOCKS = 256
-_MIN_BLOCK = 256
+from torch import Tensor
 
 _INF = tl.constexpr(float("inf"))
 _NO_ID = tl.constexpr(2147483647)
@@ -18,21 +16,9 @@ _NO_ID = tl.constexpr(2147483647)
 
 @triton.jit
 def _logprob_kernel(
-    logits_ptr,
-    token_ptr,
-    max_ptr,
-    arg_ptr,
-    sum_ptr,
-    chosen_ptr,
-    top_id_ptr,
-    top_ptr,
-    V,
-    num_blocks,
-    num_top,
-    logits_stride,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    logits_ptr, token_ptr, max_ptr, arg_ptr, sum_ptr, chosen_ptr, top_id_ptr, top_ptr,
+    V, num_blocks, num_top, logits_stride, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Log probabilities of one row's token and of its most likely ones: the largest block maximum is the next of
     them, and its block's maximum becomes what follows it there."""
     r = tl.program_id(0).to(tl.int64)
@@ -65,32 +51,17 @@ def _logprob_kernel(
 
 
 def token_logprobs(
-    logits: torch.Tensor,
-    stats: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    token_ids: torch.Tensor,
-    num_top: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, block: int, stats: tuple[Tensor, Tensor, Tensor], token_ids: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels/sampling.py`; stats: of `block_stats` in `sampling_triton.py`, with sums at temperature 1."""
     num_rows, vocab_size = logits.shape
     maxes, args, sums = stats
+    num_blocks = maxes.shape[1]
     chosen = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     top_ids = torch.empty((num_rows, num_top), dtype=torch.int64, device=logits.device)
     top = torch.empty((num_rows, num_top), dtype=torch.float32, device=logits.device)
     _logprob_kernel[(num_rows,)](
-        logits,
-        token_ids,
-        maxes,
-        args,
-        sums,
-        chosen,
-        top_ids,
-        top,
-        vocab_size,
-        maxes.shape[1],
-        num_top,
-        logits.stride(0),
-        BLOCK=max(_MIN_BLOCK, triton.next_power_of_2(triton.cdiv(vocab_size, _MAX_BLOCKS))),
-        BLOCKS=_MAX_BLOCKS,
-        num_warps=4,
-    )
+        logits, token_ids, maxes, args, sums, chosen, top_ids, top, vocab_size, num_blocks, num_top, logits.stride(0),
+        BLOCK=block, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=4,
+    )  # fmt: skip
     return chosen, top_ids, top

