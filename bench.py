@@ -20,9 +20,9 @@ import torch
 from nanovllm import LLM, SamplingParams
 
 
-def parse_args() -> argparse.Namespace:
-    """The command line; engine knobs keep the engine's names and defaults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of workload and engine; engine knobs keep the engine's names and defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=os.path.expanduser("~/huggingface/Qwen3-0.6B"))
     parser.add_argument("--load-format", default="auto", help="'dummy' for random weights in the model's shape")
     parser.add_argument("--num-seqs", type=int, default=256)
@@ -40,8 +40,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--num-kvcache-blocks", type=int, default=-1)
     parser.add_argument("--enforce-eager", action="store_true")
-    return parser.parse_args()
+    return parser
 
 
 def make_workload(args: argparse.Namespace, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -89,16 +90,23 @@ def measure(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) ->
         "decode_tok_s": (after.decode_tokens - before.decode_tokens)
         / max(after.decode_seconds - before.decode_seconds, 1e-9),
         "ttft_mean_s": float(first_token.mean()),
+        "ttft_p50_s": float(np.percentile(first_token, 50)),
         "ttft_p99_s": float(np.percentile(first_token, 99)),
         "peak_memory_gib": peak_memory_gib(),
         "load_s": after.load_seconds,
+        "load_allocated_gib": after.load_allocated / 2**30,
+        "load_reserved_gib": after.load_reserved / 2**30,
         "capture_s": after.capture_seconds,
     }
 
 
-def main() -> None:
-    """One warm-up, the measured rounds, a table, and the same as one line of JSON."""
-    args = parse_args()
+def measured_run(args: argparse.Namespace, **knobs: object) -> dict:
+    """An engine of its own, one warm-up, the measured rounds; returns their medians and what ran.
+
+    Args:
+        args: as `make_parser` makes them.
+        knobs: further ones of the engine.
+    """
     llm = LLM(
         args.model,
         load_format=args.load_format,
@@ -109,16 +117,25 @@ def main() -> None:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        num_kvcache_blocks=args.num_kvcache_blocks,
         attention_backend=args.attention_backend,
         enforce_eager=args.enforce_eager,
+        **knobs,
     )
     with llm:
         llm.generate([[1] * 16], SamplingParams(temperature=args.temperature, max_tokens=16), use_tqdm=False)
         rounds = [measure(llm, *make_workload(args, args.seed + i)) for i in range(args.rounds)]
         result: dict = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
         result |= {"model": args.model, "backend": llm.engine.backend.name, "dtype": str(llm.engine.dtype)}
+        return result | {"kernels": llm.engine.kernel_paths}
+
+
+def main() -> None:
+    """A table, and the same as one line of JSON."""
+    result = measured_run(make_parser(__doc__).parse_args())
+    del result["kernels"]
     for name, value in result.items():
-        print(f"{name:<18}{value:>16,.3f}" if isinstance(value, float) else f"{name:<18}{value:>16}")
+        print(f"{name:<20}{value:>16,.3f}" if isinstance(value, float) else f"{name:<20}{value:>16}")
     print(json.dumps(result))
 
 

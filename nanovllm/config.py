@@ -11,6 +11,7 @@ from typing import Any
 _DTYPES = ("auto", "float32", "float16", "bfloat16")
 _LOAD_FORMATS = ("auto", "dummy")
 _BACKENDS = ("auto", "triton", "flash", "torch")
+_QUANTIZATIONS = (None, "int8", "w8a8")
 
 
 def check(condition: bool, name: str, got: Any, allowed: str) -> None:
@@ -75,8 +76,10 @@ class EngineConfig:
         enforce_eager: never capture CUDA graphs.
         tensor_parallel_size: number of GPUs (or CPU ranks) a model is split over.
         attention_backend: "auto", "triton" (our kernels), "flash" (the flash-attn package) or "torch".
-        quantization: None; quantized weights are not there yet.
-        quantized_model_path: None; see `quantization`.
+        quantization: "int8" (int8 weights) or "w8a8" (int8 weights and activations) in the linear layers of the
+            decoder: of a float model they are quantized while loading. None is what the checkpoint's config says.
+        quantized_model_path: a directory that `nanovllm-quantize` made; config, tokenizer and weights are its own,
+            and `model` is only checked to be there.
         seed: seed of the engine; requests without a seed of their own derive theirs from it.
     """
 
@@ -128,6 +131,7 @@ class EngineConfig:
     def _check_choices(self) -> None:
         for name, allowed in (("dtype", _DTYPES), ("load_format", _LOAD_FORMATS), ("attention_backend", _BACKENDS)):
             check(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
+        check(self.quantization in _QUANTIZATIONS, "quantization", self.quantization, "one of None, int8, w8a8")
         for name in ("tokenizer", "quantized_model_path"):
             check(isinstance(getattr(self, name), (str, type(None))), name, getattr(self, name), "None or a directory")
         device_ok = self.device in ("auto", "cpu", "cuda") or (
@@ -157,8 +161,3 @@ class EngineConfig:
             raise NotImplementedError(
                 f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported so far; leave it at 1"
             )
-        for name in ("quantization", "quantized_model_path"):
-            if getattr(self, name) is not None:
-                raise NotImplementedError(
-                    f"{name}={getattr(self, name)!r}: quantized weights are not supported yet; leave it at None"
-                )

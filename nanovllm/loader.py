@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -12,51 +12,86 @@ from tqdm import tqdm
 
 from nanovllm.config import read_json
 from nanovllm.layers.linear import Linear
+from nanovllm.quantization.base import LinearMethod, Reader, copy_into
+from nanovllm.quantization.formats import Scheme
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _OLD_ROTARY_TABLE = "rotary_emb.inv_freq"
 
 
-def build_model(construct: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device) -> nn.Module:
+def build_model(
+    construct: Callable[[], nn.Module], dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None
+) -> nn.Module:
     """The module that `construct` makes, uninitialised, on `device`: it is made without memory first, so that it
-    never exists twice."""
+    never exists twice. `scheme` says which of its linear layers are quantized; None is none.
+
+    Raises:
+        ValueError: the scheme treats projections of one matrix differently.
+    """
     with torch.device("meta"):
         model = construct()
+        for path, module in model.named_modules():
+            if isinstance(module, Linear) and scheme is not None:
+                module.use(scheme.method_of([_part_name(path, part) for part in module.parts]))
     for module in model.modules():
+        fixed = module.fixed_dtypes if isinstance(module, Linear) else {}
         for name, param in module.named_parameters(recurse=False):
-            empty = torch.empty(param.shape, dtype=dtype, device=device)
+            empty = torch.empty(param.shape, dtype=fixed.get(name, dtype), device=device)
             setattr(module, name, nn.Parameter(empty, requires_grad=False))
     return model.to(device).eval()
 
 
-def fill_with_noise(model: nn.Module, seed: int) -> None:
-    """Random weights (load_format "dummy"): matrices N(0, 0.02), vectors ones."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for param in model.parameters():
-        if param.dim() > 1:
-            param.normal_(0.0, 0.02, generator=generator)
-        else:
-            param.fill_(1.0)
+def fill_with_noise(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
+    """Random weights (load_format "dummy"): matrices N(0, 0.02), vectors ones. Quantized layers get what they would
+    have got without quantization, drawn in `dtype`, one layer at a time."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for module in model.modules():
+        fixed = module.fixed_dtypes if isinstance(module, Linear) else {}
+        if fixed:
+            noise = torch.empty(module.out_features, module.in_features, dtype=dtype, device=device)
+            module.method.store(noise.normal_(0.0, 0.02, generator=generator), dict(module.named_parameters()))
+        for name, param in module.named_parameters(recurse=False):
+            if name not in fixed and param.dim() > 1:
+                param.normal_(0.0, 0.02, generator=generator)
+            elif name not in fixed:
+                param.fill_(1.0)
 
 
-def checkpoint_targets(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Where each tensor of a checkpoint goes: name to parameter, or to its rows of a packed one."""
-    targets = {}
+def linear_parts(model: nn.Module) -> Iterator[tuple[str, LinearMethod, dict[str, torch.Tensor]]]:
+    """Each projection of each linear layer: its name in a checkpoint, its method, and its rows of each parameter."""
     for path, module in model.named_modules():
-        for kind, param in module.named_parameters(recurse=False):
-            if isinstance(module, Linear):
-                parent = path.rpartition(".")[0]
-                targets |= {f"{parent}.{part}.{kind}": module.part(param, part) for part in module.parts}
-            else:
-                targets[f"{path}.{kind}"] = param
+        if isinstance(module, Linear):
+            for part in module.parts:
+                views = {kind: module.part(param, part) for kind, param in module.named_parameters(recurse=False)}
+                yield _part_name(path, part), module.method, views
+
+
+def kernel_paths(model: nn.Module, device: torch.device) -> dict[str, str]:
+    """For each kind of quantized layer (such as "down_proj") the method, and the kernels that multiply on `device`."""
+    paths = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Linear) and module.method.name is not None:
+            paths[path.rpartition(".")[2]] = f"{module.method.name}, {module.method.kernel_path(device)}"
+    return paths
+
+
+def checkpoint_targets(model: nn.Module) -> dict[str, Reader]:
+    """For each tensor of a checkpoint by name: what puts it where it belongs."""
+    targets = {}
+    for name, method, views in linear_parts(model):
+        readers = method.readers(views) | ({"bias": copy_into(views["bias"])} if "bias" in views else {})
+        targets |= {f"{name}.{kind}": reader for kind, reader in readers.items()}
+    for path, module in model.named_modules():
+        if not isinstance(module, Linear):
+            for kind, param in module.named_parameters(recurse=False):
+                targets[f"{path}.{kind}"] = copy_into(param)
     return targets
 
 
 def load_weights(model: nn.Module, directory: str, unneeded: frozenset[str], show_progress: bool = False) -> None:
-    """Copy a checkpoint into the model, tensor by tensor.
-
-    Only the files that the index names are read (or model.safetensors where there is no index).
+    """Copy a checkpoint into the model, tensor by tensor; what the model holds quantized is quantized on the way.
 
     Args:
         model: as `build_model` made it.
@@ -65,23 +100,38 @@ def load_weights(model: nn.Module, directory: str, unneeded: frozenset[str], sho
         show_progress: a bar on stderr.
 
     Raises:
-        ValueError: no safetensors, a missing shard, missing or unexpected tensors, or a shape that does not fit;
-            the message names them.
+        ValueError: as in `read_tensors`, or a shape or kind of number that does not fit; the message names them.
     """
-    targets = checkpoint_targets(model)
-    missing = set(targets)
-    unexpected = []
-    for file in tqdm(weight_files(Path(directory)), desc="Loading weights", disable=not show_progress):
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - not a dict
-                if name in targets:
-                    _copy(name, tensors.get_tensor(name), targets[name])
-                    missing.discard(name)
-                elif name not in unneeded and not name.endswith(_OLD_ROTARY_TABLE):
-                    unexpected.append(name)
+    targets, label = checkpoint_targets(model), "Loading weights" if show_progress else None
+    for name, tensor in read_tensors(directory, frozenset(targets), unneeded, label):
+        targets[name](name, tensor)
+
+
+def read_tensors(
+    directory: str, needed: frozenset[str], unneeded: frozenset[str], label: str | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The `needed` tensors of a checkpoint by name, one at a time, with a bar called `label` if there is one.
+
+    Only the files that the index names are read (or model.safetensors where there is no index).
+
+    Raises:
+        ValueError: no safetensors, a missing shard, and in the end missing tensors or unexpected ones, which are
+            neither needed nor `unneeded`; the message names them.
+    """
+    missing, unexpected = set(needed), []
+    with tqdm(total=len(needed), desc=label, unit="tensor", disable=label is None) as bar:
+        for file in weight_files(Path(directory)):
+            with _open(file) as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    if name in needed:
+                        yield name, tensors.get_tensor(name)
+                        missing.discard(name)
+                        bar.update()
+                    elif name not in unneeded and not name.endswith(_OLD_ROTARY_TABLE):
+                        unexpected.append(name)
     if missing or unexpected:
         raise ValueError(
-            f"the weights in {directory!r} do not fit {type(model).__name__}: "
+            f"the weights in {directory!r} do not fit the model: "
             f"missing {_listed(missing)}; unexpected {_listed(unexpected)}"
         )
 
@@ -92,18 +142,18 @@ def weight_files(directory: Path) -> list[Path]:
     Raises:
         ValueError: there are none, or the index names one that is not there.
     """
-    if (directory / _INDEX).is_file():
-        weight_map = read_json(directory / _INDEX).get("weight_map")
+    if (directory / INDEX).is_file():
+        weight_map = read_json(directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ValueError(f"{_INDEX} in {str(directory)!r} has no weight_map")
+            raise ValueError(f"{INDEX} in {str(directory)!r} has no weight_map")
         names = sorted(set(weight_map.values()))
         absent = [name for name in names if not (directory / name).is_file()]
         if absent:
-            raise ValueError(f"{str(directory)!r} lacks {', '.join(absent)}, which {_INDEX} names")
+            raise ValueError(f"{str(directory)!r} lacks {', '.join(absent)}, which {INDEX} names")
         return [directory / name for name in names]
-    if not (directory / _SINGLE).is_file():
-        raise ValueError(f"{str(directory)!r} holds no weights: neither {_INDEX} nor {_SINGLE} is there")
-    return [directory / _SINGLE]
+    if not (directory / SINGLE).is_file():
+        raise ValueError(f"{str(directory)!r} holds no weights: neither {INDEX} nor {SINGLE} is there")
+    return [directory / SINGLE]
 
 
 def _open(file: Path) -> safe_open:
@@ -113,10 +163,8 @@ def _open(file: Path) -> safe_open:
         raise ValueError(f"{file.name} in {str(file.parent)!r} cannot be read: {error}") from None
 
 
-def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
-    if tensor.shape != target.shape:
-        raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(target.shape)}")
-    target.copy_(tensor)
+def _part_name(path: str, part: str) -> str:
+    return f"{path.rpartition('.')[0]}.{part}"
 
 
 def _listed(names: set[str] | list[str], most: int = 8) -> str:

@@ -5,7 +5,9 @@ A new file of the package needs a line in LAYOUT. Each check_* function is a rul
 """
 
 import ast
+import io
 import sys
+import tokenize
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cached_property
@@ -17,6 +19,12 @@ PACKAGE_LINES, FILE_LINES, FUNCTION_LINES, TRITON_FUNCTION_LINES, STEP_LINES = 7
 
 RUNNERS = ("engine/model_runner.py", "engine/sansho_runner.py")
 SCHEDULER, TOKENIZER = "engine/scheduler.py", "engine/tokenizer.py"
+
+# Tokens that make no line a line of code.
+_NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
 
 # What these files may not name, in code or comment.
 FAMILIES = ("mamba", "sansho", "qwen", "llama")
@@ -75,6 +83,7 @@ LAYOUT = {
     "engine/llm_engine.py": Entry(8),
     "llm.py": Entry(9),
     "__init__.py": Entry(9),
+    "quantize.py": Entry(10),
     "server/*.py": Entry(10, local=("layers/*", "models/*", *RUNNERS)),
 }
 
@@ -309,8 +318,23 @@ def violations(rule, package):
 
 
 def package_lines(package):
-    """Lines of all files together."""
-    return sum(len(module.source.splitlines()) for module in package.values())
+    """Lines that hold code, over all files: docstrings, comments and blank lines are free, or the budget would be kept
+    by explaining less. (tinygrad's line budget counts so too.)"""
+    return sum(len(_code_lines(module)) for module in package.values())
+
+
+def _code_lines(module):
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(module.tree):
+        if (
+            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            and ast.get_docstring(node) is not None
+        ):
+            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return lines
 
 
 PACKAGE = make_package(

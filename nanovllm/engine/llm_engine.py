@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,7 +22,9 @@ from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.step import Step
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.models.config import ModelConfig, as_id_set
+from nanovllm.models.decoder import CausalDecoder
 from nanovllm.models.registry import load_raw_config, resolve_model
+from nanovllm.quantization.formats import resolve_scheme
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -33,13 +37,16 @@ _GPU_SLACK = 256 << 20
 
 @dataclass(slots=True)
 class EngineStats:
-    """Running totals: tokens computed and seconds spent, by kind of step."""
+    """Running totals: tokens computed and seconds spent, by kind of step; and what loading took: seconds, and bytes of
+    memory that the weights need and that torch holds for them on a GPU, before there is a KV cache."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
     load_seconds: float = 0.0
+    load_allocated: int = 0
+    load_reserved: int = 0
     capture_seconds: float = 0.0
 
     def copy(self) -> EngineStats:
@@ -66,25 +73,19 @@ class LLMEngine:
         self.config = config
         self.stats = EngineStats()
         self.device = platform.resolve_device(config.device)
-        raw = load_raw_config(config.model, config.load_format)
+        raw, directory = _raw_config(config)
         model_class, self.model_config = resolve_model(raw)
         self.dtype = platform.resolve_dtype(config.dtype, self.model_config.dtype, self.device)
         self.backend, reason = choose_backend(config.attention_backend, self.device, self.dtype)
         self.block_size = _resolve_block_size(config, self.backend)
-        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer(config.tokenizer or config.model)
+        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer(config.tokenizer or directory)
         # Another engine of this process may hold memory of the same card; its share is its own.
         self._memory_before = platform.held_memory(self.device)
-        self.eos_token_ids = _eos_token_ids(config.model, self.model_config, self.tokenizer)
+        self.eos_token_ids = _eos_token_ids(directory, self.model_config, self.tokenizer)
         max_model_len = _wanted_model_len(config, self.model_config)
-        model = loader.build_model(
-            lambda: model_class(self.model_config, max_model_len, self.dtype), self.dtype, self.device
+        model = self._load_model(
+            lambda: model_class(self.model_config, max_model_len, self.dtype), raw.get("quantization_config"), directory
         )
-        if config.load_format == "dummy":
-            loader.fill_with_noise(model, config.seed)
-        else:
-            loader.load_weights(
-                model, config.model, model.unneeded_tensors, show_progress=logger.isEnabledFor(logging.INFO)
-            )
         self.runner = ModelRunner(
             model, self.backend, self.dtype, self.device, self.block_size, config.max_num_seqs, max_model_len
         )
@@ -240,6 +241,30 @@ class LLMEngine:
         if stop is not None and seq.finish_reason != "error":
             self.scheduler.finish(seq, "stop", stop)
 
+    def _load_model(
+        self, construct: Callable[[], CausalDecoder], quantization_config: dict | None, directory: str
+    ) -> CausalDecoder:
+        """The model with its weights on the device; fills `kernel_paths` and what it took in `stats`."""
+        config = self.config
+        converted = config.quantized_model_path is not None
+        scheme = resolve_scheme(quantization_config, config.quantization, directory, converted)
+        scheme.check_device(self.device)
+        model = loader.build_model(construct, self.dtype, self.device, scheme)
+        if config.load_format == "dummy":
+            loader.fill_with_noise(model, config.seed, self.dtype)
+        else:
+            show_progress = logger.isEnabledFor(logging.INFO)
+            loader.load_weights(model, directory, model.unneeded_tensors, show_progress)
+        self.kernel_paths = loader.kernel_paths(model, self.device)
+        for kind, path in self.kernel_paths.items():
+            logger.info("%s: %s", kind, path)
+        platform.empty_cache(self.device)  # of what quantizing took
+        held = zip(platform.held_memory(self.device), self._memory_before, strict=True)
+        self.stats.load_allocated, self.stats.load_reserved = (now - before for now, before in held)
+        if self.device.type == "cpu":
+            self.stats.load_allocated = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        return model
+
     def _size_pool(self, max_model_len: int) -> int:
         """Number of KV blocks: as asked for, or what memory allows, but no more than could ever be used."""
         config, runner = self.config, self.runner
@@ -292,6 +317,17 @@ def gpu_kv_budget(total: int, free: int, held: int, peak: int, utilization: floa
     own_share = int(total * utilization) - peak
     left_by_others = free + held - peak
     return min(own_share, left_by_others) - _GPU_SLACK
+
+
+def _raw_config(config: EngineConfig) -> tuple[dict[str, Any], str]:
+    """config.json of the checkpoint to run, and its directory."""
+    raw = load_raw_config(config.model, config.load_format)
+    directory = config.quantized_model_path
+    if directory is None:
+        return raw, config.model
+    if not Path(directory).is_dir():
+        raise ValueError(f"quantized_model_path={directory!r} is not a model directory: no such directory")
+    return load_raw_config(directory, "auto"), directory
 
 
 def _resolve_block_size(config: EngineConfig, backend: object) -> int:

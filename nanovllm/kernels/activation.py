@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.choice import overlaps_launches, twin
+from nanovllm.kernels.quantize import QuantizedActivation, quantize_tokens_ref
 
 
 def silu_and_mul_ref(x: torch.Tensor) -> torch.Tensor:
@@ -14,7 +15,11 @@ def silu_and_mul_ref(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu_and_mul_ref`, by a kernel where there is one; the kernel rounds once, at the end."""
+def silu_and_mul(x: torch.Tensor, quantize: bool = False) -> torch.Tensor | QuantizedActivation:
+    """`silu_and_mul_ref`, by a kernel where there is one, which rounds once, at the end; with `quantize` then
+    `quantize_tokens`, in the same pass."""
     kernel = twin("activation") if x.is_cuda else None
-    return silu_and_mul_ref(x) if kernel is None else kernel.silu_and_mul(x, overlaps_launches(x.device))
+    if kernel is None:
+        return quantize_tokens_ref(silu_and_mul_ref(x)) if quantize else silu_and_mul_ref(x)
+    out = kernel.silu_and_mul(x, overlaps_launches(x.device), quantize)
+    return QuantizedActivation(*out, x.dtype) if quantize else out

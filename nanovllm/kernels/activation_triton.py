@@ -1,4 +1,5 @@
-"""SwiGLU's activation. Bytes moved for T tokens of 2F elements of s bytes: 3 T F s."""
+"""SwiGLU's activation. Bytes moved for T tokens of 2F elements of s bytes: 3 T F s,
+or 2 T F s + T F where it quantizes."""
 
 from __future__ import annotations
 
@@ -10,10 +11,30 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, F, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """BLOCK outputs of one row; x is [N, 2F], out is [N, F]."""
+def _quantize_rows(y):
+    """int8 values and float32 scales of the rows of y, which is 0 beyond their ends: the steps of the reference."""
+    largest = tl.max(tl.abs(y), 1)
+    scales = tl.where(largest > 0, tl.maximum(tl.div_rn(largest, 127.0), 1.1754943508222875e-38), 1.0)
+    scales += tl.sum(y * 0.0, 1)  # a NaN if one of y's is not finite
+    steps = tl.minimum(tl.maximum(y * tl.div_rn(1.0, scales)[:, None], -127.0), 127.0)
+    # Adding 1.5 * 2^23 rounds half to even and leaves the integer in the low bits.
+    return (steps + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), scales
+
+
+@triton.jit
+def _silu_and_mul_kernel(
+    x_ptr,
+    out_ptr,
+    scale_ptr,
+    x_stride,
+    F,
+    BLOCK: tl.constexpr,
+    QUANTIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """BLOCK outputs of one row, all of it with QUANTIZE; x is [N, 2F], out is [N, F]."""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = column < F
     source = x_ptr + row * x_stride + column
     if OVERLAP:
@@ -22,27 +43,34 @@ def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, F, BLOCK: tl.constexpr, OVERL
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + F, mask=mask, other=0.0).to(tl.float32)
     out = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out_ptr + row * F + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    out = out.to(x_ptr.dtype.element_ty)
+    if QUANTIZE:
+        out, scales = _quantize_rows(out.to(tl.float32))
+        tl.store(scale_ptr + row + tl.arange(0, 1), scales)
+    tl.store(out_ptr + row * F + column, out, mask=mask)
 
 
-def silu_and_mul(x: torch.Tensor, overlap: bool = False) -> torch.Tensor:
-    """See `kernels/activation.py`."""
+def silu_and_mul(x: torch.Tensor, overlap: bool = False, quantize: bool = False):
+    """See `kernels/activation.py`; with `quantize` values and scales in place of the result."""
     size = x.shape[-1] // 2
     rows = x.reshape(-1, 2 * size)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+    out = torch.empty((*x.shape[:-1], size), dtype=torch.int8 if quantize else x.dtype, device=x.device)
+    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if quantize else None
     if out.numel():
-        block = min(_BLOCK, triton.next_power_of_2(size))
+        block = triton.next_power_of_2(size) if quantize else min(_BLOCK, triton.next_power_of_2(size))
         grid = (rows.shape[0], triton.cdiv(size, block))
         _silu_and_mul_kernel[grid](
             rows,
             out,
+            scales if quantize else out,
             rows.stride(0),
             size,
             BLOCK=block,
+            QUANTIZE=quantize,
             OVERLAP=overlap,
-            num_warps=max(1, block // 256),
+            num_warps=min(16, max(1, block // (512 if quantize else 256))),
             **({"launch_pdl": True} if overlap else {}),
         )
-    return out
+    return (out, scales) if quantize else out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels.choice import overlaps_launches, twin
+from nanovllm.kernels.quantize import QuantizedActivation, quantize_tokens_ref
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -31,19 +32,25 @@ def add_rms_norm_ref(
     return rms_norm_ref(residual, weight, eps), residual
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`rms_norm_ref`, by a kernel where there is one."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, quantize: bool = False
+) -> torch.Tensor | QuantizedActivation:
+    """`rms_norm_ref`, by a kernel where there is one; with `quantize` then `quantize_tokens`, in the same pass."""
     kernel = twin("layernorm") if x.is_cuda else None
-    return (
-        rms_norm_ref(x, weight, eps) if kernel is None else kernel.rms_norm(x, weight, eps, overlaps_launches(x.device))
-    )
+    if kernel is None:
+        normed = rms_norm_ref(x, weight, eps)
+        return quantize_tokens_ref(normed) if quantize else normed
+    normed = kernel.rms_norm(x, weight, eps, overlaps_launches(x.device), quantize)
+    return QuantizedActivation(*normed, x.dtype) if quantize else normed
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`add_rms_norm_ref`, by a kernel where there is one; both inputs are left as they were."""
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, quantize: bool = False
+) -> tuple[torch.Tensor | QuantizedActivation, torch.Tensor]:
+    """`add_rms_norm_ref`, likewise; both inputs are left as they were."""
     kernel = twin("layernorm") if x.is_cuda else None
     if kernel is None:
-        return add_rms_norm_ref(x, residual, weight, eps)
-    return kernel.add_rms_norm(x, residual, weight, eps, overlaps_launches(x.device))
+        normed, total = add_rms_norm_ref(x, residual, weight, eps)
+        return (quantize_tokens_ref(normed) if quantize else normed), total
+    normed, total = kernel.add_rms_norm(x, residual, weight, eps, overlaps_launches(x.device), quantize)
+    return (QuantizedActivation(*normed, x.dtype) if quantize else normed), total

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.layernorm import add_rms_norm, rms_norm
+from nanovllm.kernels.quantize import QuantizedActivation
 
 
 class RMSNorm(nn.Module):
@@ -20,8 +21,11 @@ class RMSNorm(nn.Module):
         """Normalise [..., dim]; the input is left as it was."""
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise x + residual; returns it and the sum, the next residual. None stands for no residual yet."""
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None, quantize: bool = False
+    ) -> tuple[torch.Tensor | QuantizedActivation, torch.Tensor]:
+        """Normalise x + residual, and quantize that if asked to; returns it and the sum, the next residual. None stands
+        for no residual yet."""
         if residual is None:
-            return self.forward(x), x
-        return add_rms_norm(x, residual, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps, quantize), x
+        return add_rms_norm(x, residual, self.weight, self.eps, quantize)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.kernels.linear import gated_linear, linear
+from nanovllm.kernels.quantize import QuantizedActivation
+from nanovllm.quantization.base import UNQUANTIZED, LinearMethod
 
 
 class Linear(nn.Module):
-    """y = x W^T + b for one or more projections stacked in W's rows.
+    """y = x W^T + b for one or more projections stacked in W's rows; a method holds and multiplies W.
 
     Args:
         in_features: size of the input.
@@ -19,13 +20,36 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__()
+        self.in_features = in_features
+        self.out_features = sum(parts.values())
         self.parts = parts
-        out_features = sum(parts.values())
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+        self.use(UNQUANTIZED)
+        self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
+
+    def use(self, method: LinearMethod) -> None:
+        """Make the parameters anew as `method` wants them, uninitialised; the bias stays."""
+        for name in [name for name in self._parameters if name != "bias"]:
+            delattr(self, name)
+        self.method = method
+        for name, (shape, dtype) in method.parameters(self.out_features, self.in_features).items():
+            setattr(self, name, nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False))
+
+    @property
+    def fixed_dtypes(self) -> dict[str, torch.dtype]:
+        """Of the parameters that do not follow the model's dtype."""
+        return {
+            name: dtype
+            for name, (_, dtype) in self.method.parameters(self.out_features, self.in_features).items()
+            if dtype is not None
+        }
+
+    @property
+    def quantizes_input(self) -> bool:
+        """Whether what produces the input had better quantize it."""
+        return self.method.quantizes_input
 
     def part(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """The rows of `param` (the weight or the bias) that belong to projection `name`, as a view."""
+        """The rows of `param` (one of the parameters) that belong to projection `name`, as a view."""
         start = 0
         for part, rows in self.parts.items():
             if part == name:
@@ -33,10 +57,16 @@ class Linear(nn.Module):
             start += rows
         raise KeyError(name)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
         """[..., in_features] to [..., sum of parts]."""
-        return linear(x, self.weight, self.bias)
+        return self.method.apply(self, x)
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """For parts [gate | up]: silu(gate) * up, [T, in_features] to [T, half of the parts]."""
-        return gated_linear(x, self.weight, self.bias)
+
+class GatedLinear(Linear):
+    """Two projections [gate | up] of one input, and SwiGLU's activation of them (arXiv 2002.05202)."""
+
+    def forward(
+        self, x: torch.Tensor | QuantizedActivation, quantize: bool = False
+    ) -> torch.Tensor | QuantizedActivation:
+        """silu(gate) * up, [T, in_features] to [T, half of the parts]; quantized if its reader wants it so."""
+        return self.method.apply_gated(self, x, quantize)

@@ -104,9 +104,6 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         raise ValueError(f"config.json: layer_types {sorted(layer_types)} are not supported: only 'full_attention'")
     if raw.get("use_sliding_window"):
         raise ValueError("config.json: use_sliding_window=true is not supported: only full attention")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
-        raise ValueError(f"config.json: quantization_config with quant_method={method!r} is not supported yet")
 
 
 def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:

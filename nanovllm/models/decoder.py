@@ -12,7 +12,7 @@ from nanovllm.cache_spec import PagedKVSpec
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import Embedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import Linear
+from nanovllm.layers.linear import GatedLinear, Linear
 from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding
 from nanovllm.models.config import ModelConfig
 
@@ -51,11 +51,11 @@ class SwiGLU(nn.Module):
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
         size = config.intermediate_size
-        self.gate_up_proj = Linear(config.hidden_size, {"gate_proj": size, "up_proj": size}, options.mlp_bias)
+        self.gate_up_proj = GatedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, options.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, options.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj.gated(x))
+        return self.down_proj(self.gate_up_proj(x, self.down_proj.quantizes_input))
 
 
 class DecoderLayer(nn.Module):
@@ -75,9 +75,9 @@ class DecoderLayer(nn.Module):
         rotary: Rotary,
         cache: KVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
+        x, residual = self.input_layernorm.add(x, residual, self.self_attn.qkv_proj.quantizes_input)
         x = self.self_attn(x, rotary, cache)
-        x, residual = self.post_attention_layernorm.add(x, residual)
+        x, residual = self.post_attention_layernorm.add(x, residual, self.mlp.gate_up_proj.quantizes_input)
         return self.mlp(x), residual
 
 
@@ -112,6 +112,18 @@ class CausalDecoder(nn.Module):
     def unneeded_tensors(self) -> frozenset[str]:
         """A copy of the head that some checkpoints with tied embeddings carry."""
         return frozenset(["lm_head.weight"] if self.lm_head is None else [])
+
+    @property
+    def input_producers(self) -> dict[str, str]:
+        """For each linear layer whose input has a factor per channel in front of it that can be changed, and the
+        layer's columns with it: the checkpoint's name of the norm, or of the projection whose rows they are."""
+        producers = {}
+        for i in range(self.config.num_hidden_layers):
+            layer = f"model.layers.{i}"
+            producers[f"{layer}.self_attn.qkv_proj"] = f"{layer}.input_layernorm"
+            producers[f"{layer}.mlp.gate_up_proj"] = f"{layer}.post_attention_layernorm"
+            producers[f"{layer}.mlp.down_proj"] = f"{layer}.mlp.up_proj"
+        return producers
 
     def cache_specs(self, dtype_size: int) -> list[PagedKVSpec]:
         """One KV cache per layer, in the order in which `forward` takes them."""

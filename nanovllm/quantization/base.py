@@ -1,0 +1,124 @@
+"""What a linear layer leaves to its method: which tensors it has, how a checkpoint fills them, how x is multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.activation import silu_and_mul
+from nanovllm.kernels.linear import gated_linear, linear
+from nanovllm.kernels.quant_linear import kernel_path
+from nanovllm.kernels.quantize import QuantizedActivation
+from nanovllm.quantization.layouts import Layout
+from nanovllm.quantization.quantizer import dequantize, quantize_weight
+
+# Takes a checkpoint's tensor (its name is for messages) and puts it in its place.
+Reader = Callable[[str, torch.Tensor], None]
+Views = dict[str, torch.Tensor]
+
+
+class LinearMethod:
+    """How a Linear stores and multiplies its weights; this one in the model's dtype, others inherit. Each parameter has
+    the output channels as its first dimension, so that projections packed into one matrix are rows of all of them.
+
+    name: as in `EngineConfig.quantization`. quantizes_input: whether `apply` wants a QuantizedActivation, made by the
+    kernel that produces x.
+    """
+
+    name: str | None = None
+    quantizes_input = False
+
+    def parameters(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Shape and dtype (None: the model's) of each parameter for n output and k input channels."""
+        return {"weight": ((n, k), None)}
+
+    def readers(self, views: Views) -> dict[str, Reader]:
+        """By the last part of a tensor's name in the checkpoint: who puts it into `views`, one projection's rows."""
+        return {"weight": copy_into(views["weight"])}
+
+    def apply(self, layer: nn.Module, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
+        """x W^T + b with the parameters of `layer`, [M, k] to [M, n]."""
+        return linear(x, layer.weight, layer.bias)
+
+    def apply_gated(
+        self, layer: nn.Module, x: torch.Tensor | QuantizedActivation, quantize: bool
+    ) -> torch.Tensor | QuantizedActivation:
+        """silu of the first half of `apply`'s columns times the other half; quantized if its reader wants it so."""
+        if quantize:
+            return silu_and_mul(self.apply(layer, x), quantize)
+        return gated_linear(x, layer.weight, layer.bias)
+
+
+class Int8Weights(LinearMethod):
+    """int8 [n, k] weights, float32 [n] scales, one per output channel.
+
+    Args:
+        layout: how a checkpoint holds them; None for one with float weights, which are quantized as they are read.
+    """
+
+    scales: str  # name of the scales
+
+    def __init__(self, layout: Layout | None = None) -> None:
+        self.layout = layout
+
+    def parameters(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """qweight, and the scales under the name that tells the methods apart."""
+        return {"qweight": ((n, k), torch.int8), self.scales: ((n,), torch.float32)}
+
+    def readers(self, views: Views) -> dict[str, Reader]:
+        """From a quantized checkpoint in its layout, from any other by quantizing."""
+        if self.layout is None:
+            return {"weight": lambda name, tensor: self.store(check_shape(name, tensor, views["qweight"]), views)}
+        decoders = self.layout.decoders(self.scales)
+        return {kind: _decode(views[param], decode) for kind, (param, decode) in decoders.items()}
+
+    def store(self, weight: torch.Tensor, views: Views) -> None:
+        """Quantize a float weight [n, k] on the device of `views`, into them."""
+        qweight, scales = quantize_weight(weight.to(views["qweight"].device))
+        views["qweight"].copy_(qweight)
+        views[self.scales].copy_(scales)
+
+    def apply_gated(
+        self, layer: nn.Module, x: torch.Tensor | QuantizedActivation, quantize: bool
+    ) -> torch.Tensor | QuantizedActivation:
+        """As the other, in two launches."""
+        return silu_and_mul(self.apply(layer, x), quantize)
+
+    def dequantize(self, views: Views) -> torch.Tensor:
+        """The float32 [n, k] weights that `views` stand for."""
+        return dequantize(views["qweight"], views[self.scales])
+
+    def kernel_path(self, device: torch.device) -> str:
+        """Which kernels multiply there, in words."""
+        return kernel_path(self.name, device)
+
+
+UNQUANTIZED = LinearMethod()
+
+
+def check_shape(name: str, tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself.
+
+    Raises:
+        ValueError: its shape is not that of `view`.
+    """
+    if tensor.shape != view.shape:
+        raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(view.shape)}")
+    return tensor
+
+
+def copy_into(view: torch.Tensor) -> Reader:
+    """A reader that copies; it raises ValueError where shapes differ, or one is of integers and the other is not."""
+    return _decode(view, lambda tensor, view: tensor)
+
+
+def _decode(view: torch.Tensor, decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Reader:
+    def read(name: str, tensor: torch.Tensor) -> None:
+        decoded = check_shape(name, decode(tensor, view), view)
+        if decoded.is_floating_point() != view.is_floating_point():
+            raise ValueError(f"tensor {name!r} is of {tensor.dtype}, the model needs {view.dtype}")
+        view.copy_(decoded)
+
+    return read

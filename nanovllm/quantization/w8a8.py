@@ -1,0 +1,23 @@
+"""W8A8: int8 weights and int8 activations, whose scales are found token by token at run time."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.quant_linear import w8a8_linear
+from nanovllm.kernels.quantize import QuantizedActivation, quantize_tokens
+from nanovllm.quantization.base import Int8Weights
+
+
+class W8A8(Int8Weights):
+    """The products are those of integers, so that prefill gains too."""
+
+    name = "w8a8"
+    scales = "w_scales"
+    quantizes_input = True
+
+    def apply(self, layer: nn.Module, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
+        """x W^T + b in x's dtype; what comes from attention is quantized here, the rest by the kernel that made it."""
+        quantized = x if isinstance(x, QuantizedActivation) else quantize_tokens(x)
+        return w8a8_linear(quantized, layer.qweight, layer.w_scales, layer.bias)
