@@ -81,6 +81,8 @@ def sweep(args: argparse.Namespace) -> list[dict]:
             for kind in ("total", "prefill", "decode"):
                 result[f"{kind}_ratio"] = result[f"{kind}_tok_s"] / base[f"{kind}_tok_s"] if base else None
             results.append(result)
+            done = f"{mode} {SWEPT[args.profile]}={value}: {result['total_tok_s']:,.0f} tok/s in and out"
+            print(done, file=sys.stderr, flush=True)
     return results
 
 

@@ -2,23 +2,26 @@
 
 python scripts/bench_kernels.py                # attention of 256 sequences, the others at 8192 tokens
 python scripts/bench_kernels.py --tokens 512
+python scripts/bench_kernels.py --compile      # beside what torch.compile makes of the references
 """
 
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
 
-from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.layernorm import add_rms_norm, rms_norm
+from nanovllm.kernels.activation import silu_and_mul, silu_and_mul_ref
+from nanovllm.kernels.layernorm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from nanovllm.kernels.paged_attention import decode_attention
-from nanovllm.kernels.qkv import split_norm_rotate_write
+from nanovllm.kernels.qkv import split_norm_rotate_write, split_norm_rotate_write_ref
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 1024, 3072, 16, 8, 128, 64
 # Inputs are taken in turn from so many bytes of them, so that none is found in L2.
 ROTATED_BYTES = 400 << 20
+Case = tuple[int, Callable[[], Callable[[], object]]]
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -51,28 +54,28 @@ def copies(make: Callable[[], Callable[[], object]], num_bytes: int) -> list[Cal
     return [make() for _ in range(max(2, ROTATED_BYTES // num_bytes))]
 
 
-def norm_case(tokens: int, add: bool) -> tuple[int, Callable]:
+def norm_case(tokens: int, add: bool, norm: Callable = rms_norm, add_norm: Callable = add_rms_norm) -> Case:
     """Bytes of a run, and what makes one."""
     weight = random(HIDDEN)
 
     def make() -> Callable:
         x, residual = random(tokens, HIDDEN), random(tokens, HIDDEN)
-        return (lambda: add_rms_norm(x, residual, weight, 1e-6)) if add else (lambda: rms_norm(x, weight, 1e-6))
+        return (lambda: add_norm(x, residual, weight, 1e-6)) if add else (lambda: norm(x, weight, 1e-6))
 
     return (4 if add else 2) * 2 * tokens * HIDDEN, make
 
 
-def silu_case(tokens: int) -> tuple[int, Callable]:
+def silu_case(tokens: int, silu: Callable = silu_and_mul) -> Case:
     """As `norm_case`."""
 
     def make() -> Callable:
         x = random(tokens, 2 * INTERMEDIATE)
-        return lambda: silu_and_mul(x)
+        return lambda: silu(x)
 
     return 3 * 2 * tokens * INTERMEDIATE, make
 
 
-def qkv_case(tokens: int) -> tuple[int, Callable]:
+def qkv_case(tokens: int, run: Callable = split_norm_rotate_write) -> Case:
     """As `norm_case`; the tokens' positions and slots lie in order, as in a long prompt."""
     cos, sin, weight = random(tokens, HEAD_DIM), random(tokens, HEAD_DIM), random(HEAD_DIM)
     index = torch.arange(tokens, device="cuda")
@@ -81,12 +84,32 @@ def qkv_case(tokens: int) -> tuple[int, Callable]:
         qkv = random(tokens, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
         cache = random(2, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
         rest = (weight, weight, 1e-6, cos, sin, index, *cache, index)
-        return lambda: split_norm_rotate_write(qkv, HEADS, KV_HEADS, *rest)
+        return lambda: run(qkv, HEADS, KV_HEADS, *rest)
 
     return 2 * 2 * tokens * (HEADS + 2 * KV_HEADS) * HEAD_DIM + 2 * 2 * tokens * HEAD_DIM, make
 
 
-def attention_case(num_seqs: int, context: int) -> tuple[int, Callable]:
+def compiled_cases(tokens: int) -> dict[str, Case]:
+    """The references as torch.compile fuses them, and how long that takes."""
+    start = time.perf_counter()
+    norm, add_norm, silu, qkv = (
+        torch.compile(run, dynamic=False)
+        for run in (rms_norm_ref, add_rms_norm_ref, silu_and_mul_ref, split_norm_rotate_write_ref)
+    )
+    cases = {
+        "rms_norm, compiled": norm_case(tokens, False, norm=norm),
+        "add_rms_norm, compiled": norm_case(tokens, True, add_norm=add_norm),
+        "silu_and_mul, compiled": silu_case(tokens, silu),
+        "split_norm_..., compiled": qkv_case(tokens, qkv),
+    }
+    for _, make in cases.values():
+        make()()
+    torch.cuda.synchronize()
+    print(f"torch.compile took {time.perf_counter() - start:.1f} s for {len(cases)} functions at one size")
+    return cases
+
+
+def attention_case(num_seqs: int, context: int) -> Case:
     """As `norm_case`: decode, blocks anywhere in the pool."""
     blocks = -(-context // BLOCK_SIZE)
     lens = torch.full((num_seqs,), context, dtype=torch.int32, device="cuda")
@@ -100,7 +123,7 @@ def attention_case(num_seqs: int, context: int) -> tuple[int, Callable]:
     return 2 * 2 * num_seqs * context * KV_HEADS * HEAD_DIM, make
 
 
-def copy_case() -> tuple[int, Callable]:
+def copy_case() -> Case:
     """The roof: bytes read and written by a kernel that computes nothing worth the name."""
 
     def make() -> Callable:
@@ -116,6 +139,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     cases = {
         "copy": copy_case(),
@@ -125,6 +149,8 @@ def main() -> None:
         "split_norm_rotate_write": qkv_case(args.tokens),
         "decode_attention": attention_case(args.num_seqs, args.context),
     }
+    if args.compile:
+        cases |= compiled_cases(args.tokens)
     result = {}
     for name, (num_bytes, make) in cases.items():
         time = microseconds(copies(make, num_bytes))

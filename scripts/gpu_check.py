@@ -26,9 +26,12 @@ def fixed(num_seqs: int, input_len: int, output_len: int) -> list[str]:
 DUMMY = ["bench.py", "--load-format", "dummy", "--model", "qwen3-0.6b"]
 DUMMY_8B = ["bench.py", "--load-format", "dummy", "--model", "qwen3-8b"]
 
+QUANT_06B = ["bench_quant.py", "--load-format", "dummy", "--model", "qwen3-0.6b"]
+QUANT_8B = ["bench_quant.py", "--load-format", "dummy", "--model", "qwen3-8b"]
+
 JOBS: dict[str, list[str]] = {
     "tests": ["-m", "pytest", "-m", "gpu", "-q", "--durations=8"],
-    "kernels": ["scripts/bench_kernels.py"],
+    "kernels": ["scripts/bench_kernels.py", "--compile"],
     "mixed": [*DUMMY, "--rounds", "3"],
     "decode_512": [*DUMMY, *fixed(512, 32, 512)],
     "decode_128": [*DUMMY, *fixed(512, 32, 512), "--max-num-seqs", "128"],
@@ -38,6 +41,10 @@ JOBS: dict[str, list[str]] = {
     "prefill_heavy": [*DUMMY, *fixed(64, 4096, 8), "--max-model-len", "8192", "--rounds", "3"],
     "mixed_8b": DUMMY_8B,
     "latency_1_8b": [*DUMMY_8B, *fixed(1, 128, 512)],
+    "quant_mixed": QUANT_06B,
+    "quant_decode": [*QUANT_06B, "--profile", "decode_heavy", "--sweep", "512,768,1024"],
+    "quant_latency_8b": [*QUANT_8B, *fixed(1, 128, 512)],
+    "quant_prefill_8b": [*QUANT_8B, "--profile", "prefill_heavy"],
 }
 
 
@@ -67,12 +74,26 @@ def run_job(name: str, argv: list[str], out: Path, timeout: float) -> dict:
 def row(result: dict) -> str:
     """One line of the table."""
     head = f"{result['job']:<20}{'ok' if result['status'] == 0 else 'FAILED':<8}{result['seconds']:>7.1f} s  "
+    if "results" in result:  # of bench_quant.py, a line each
+        return "\n".join([head, *(_quant_row(one) for one in result["results"])])
+    if "tb_s" in result:  # of bench_kernels.py
+        return head + "   ".join(f"{name} {value:.2f}" for name, value in result["tb_s"].items()) + " TB/s"
     if "output_tok_s" not in result:
         return head + " ".join(result["last"])[-100:]
     return head + (
         f"{result['output_tok_s']:>10,.0f} tok/s   prefill {result['prefill_tok_s']:>9,.0f}   "
         f"decode {result['decode_tok_s']:>9,.0f}   ttft {result['ttft_mean_s'] * 1e3:>8.1f} ms   "
         f"peak {result['peak_memory_gib']:.1f} GiB   {result['backend']}"
+    )
+
+
+def _quant_row(one: dict) -> str:
+    """One run of bench_quant.py; the swept setting is the second thing it names."""
+    swept = list(one)[1]
+    ratios = "   ".join(f"{kind} {one[f'{kind}_ratio'] or 0:.2f}x" for kind in ("total", "prefill", "decode"))
+    return (
+        f"    {one['mode']:<6}{swept} {one[swept]:>6,}  {one['output_tok_s']:>10,.0f} tok/s out   {ratios}   "
+        f"ttft {one['ttft_mean_s'] * 1e3:>8.1f} ms   loaded {one['load_allocated_gib']:.2f} GiB"
     )
 
 
@@ -89,9 +110,11 @@ def main() -> int:
         return 0
     out = Path(os.environ.get("OUT", ROOT / "gpu_check_out"))
     out.mkdir(parents=True, exist_ok=True)
-    results = [run_job(name, JOBS[name], out, args.timeout) for name in args.only]
-    (out / "results.json").write_text(json.dumps(results, indent=1))
-    print("\n".join(row(result) for result in results))
+    results = []
+    for name in args.only:
+        results.append(run_job(name, JOBS[name], out, args.timeout))
+        print(row(results[-1]), flush=True)  # not all at the end: a call that is cut off shows what it had
+        (out / "results.json").write_text(json.dumps(results, indent=1))
     return int(any(result["status"] != 0 for result in results))
 
 
