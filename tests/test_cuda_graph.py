@@ -94,6 +94,21 @@ def test_short_prefills_have_buckets():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("method", ["int8", "w8a8"])
+def test_graphs_of_quantized_models_give_the_tokens_of_eager_execution(method, tmp_path):
+    """The kernels that serve few rows, and those that split K, in decode and in short prefills."""
+    path = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16")
+    draw = torch.Generator().manual_seed(6)
+    prompts = [torch.randint(3, 500, (5 + 3 * i,), generator=draw).tolist() for i in range(20)]
+    batches = [prompts[:n] for n in (1, 2, 7, 16, 20)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    graphs, eager = (answers(path, batches, params, enforce_eager=flag, quantization=method) for flag in (False, True))
+    pairs = [(a, b) for x, y in zip(graphs, eager, strict=True) for a, b in zip(x, y, strict=True)]
+    same = sum(a["token_ids"][:4] == b["token_ids"][:4] for a, b in pairs)
+    assert same >= 0.9 * len(pairs), f"{same} of {len(pairs)}"
+
+
+@pytest.mark.gpu
 def test_captured_prefills_answer_as_eager_ones(tmp_path):
     """One to more sequences than a captured prefill takes, shared prefixes, scored prompts, filters, preemption's
     long chunks: the same first tokens and scores."""

@@ -57,6 +57,39 @@ def test_bf16_error_is_at_most_twice_that_of_transformers(family, tmp_path):
     check_bf16(path, prompts_of(500), num_kvcache_blocks=256)
 
 
+def test_bf16_error_of_torchs_attention(tmp_path):
+    """The other backend that needs no further package."""
+    path = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", num_hidden_layers=4)
+    check_bf16(path, prompts_of(500), num_kvcache_blocks=256, attention_backend="torch")
+
+
+@pytest.mark.parametrize("method", ["int8", "w8a8"])
+def test_quantized_kernels_err_no_more_than_bf16_does(method, tmp_path):
+    """Prefill and decode with a quantized model in bf16 on the GPU against the same integers in float32 on a CPU: twice
+    the error that bf16 alone makes of the float model. For w8a8 bf16 also moves activations to a neighbouring step."""
+    path = make_checkpoint(tmp_path, "qwen3", dtype="bfloat16", num_hidden_layers=4)
+    prompts = prompts_of(500, (1, 7, 33, 150, 450))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias={9: 100.0}, logprobs=0)
+
+    def logprobs(device, dtype, quantization):
+        knobs = {"skip_tokenizer_init": True, "num_kvcache_blocks": 256, "quantization": quantization}
+        with LLM(path, device=device, dtype=dtype, **knobs) as llm:
+            scored = [lp for score in llm.score(prompts) for lp in score["token_logprobs"][1:]]
+            decoded = [lp for output in llm.generate(prompts, params, use_tqdm=False) for lp in output["logprobs"]]
+        return torch.tensor(scored), torch.tensor(decoded)
+
+    plain, quantized = (
+        [(a - b).square().mean().sqrt().item() for a, b in zip(*map(logprobs, *zip(*runs, strict=True)), strict=True)]
+        for runs in (
+            [("cuda", "bfloat16", None), ("cpu", "float32", None)],
+            [("cuda", "bfloat16", method), ("cpu", "float32", method)],
+        )
+    )
+    print(f"rms errors, {method} / plain: prefill {quantized[0]} / {plain[0]}, decode {quantized[1]} / {plain[1]}")
+    bound = 2 if method == "int8" else 4
+    assert quantized[0] <= bound * plain[0] and quantized[1] <= bound * plain[1]
+
+
 def test_bf16_error_on_the_demo_model(demo_path):
     texts = ["The capital of France is Paris, and the capital of Italy is Rome.", "def add(a, b):\n    return a + b\n"]
     with LLM(str(demo_path), num_kvcache_blocks=64) as llm:
