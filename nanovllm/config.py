@@ -80,6 +80,13 @@ class EngineConfig:
             decoder: of a float model they are quantized while loading. None is what the checkpoint's config says.
         quantized_model_path: a directory that `nanovllm-quantize` made; config, tokenizer and weights are its own,
             and `model` is only checked to be there.
+        sansho_prefix_checkpoints: (Sansho only, as all that follow of that name) prefixes whose state is kept, so that
+            they can be resumed; None sizes the pool from memory, 0 resumes none.
+        sansho_warmup_prompt_lens, sansho_warmup_batch_sizes, sansho_warmup_decode_tokens: shapes to run once at the
+            start, every length with every batch size, so that the first request pays for nothing; those over
+            max_num_seqs, max_num_batched_tokens or the KV cache are skipped.
+        sansho_decode_graph_replay_max_tokens: decode tokens of a sequence up to which CUDA graphs are replayed; None
+            has no limit, 0 always decodes eagerly.
         seed: seed of the engine; requests without a seed of their own derive theirs from it.
     """
 
@@ -99,6 +106,11 @@ class EngineConfig:
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
     attention_backend: str = "auto"
+    sansho_prefix_checkpoints: int | None = None
+    sansho_warmup_prompt_lens: tuple[int, ...] = ()
+    sansho_warmup_batch_sizes: tuple[int, ...] = ()
+    sansho_warmup_decode_tokens: int = 1
+    sansho_decode_graph_replay_max_tokens: int | None = None
     quantization: str | None = None
     quantized_model_path: str | None = None
     seed: int = 0
@@ -153,6 +165,14 @@ class EngineConfig:
             check_int("kvcache_block_size", self.kvcache_block_size, 1)
         if self.num_kvcache_blocks != -1:
             check_int("num_kvcache_blocks", self.num_kvcache_blocks, 1, ", or -1 to size the pool from memory")
+        for name in ("sansho_prefix_checkpoints", "sansho_decode_graph_replay_max_tokens"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0, ", or None")
+        check_int("sansho_warmup_decode_tokens", self.sansho_warmup_decode_tokens, 1)
+        for name in ("sansho_warmup_prompt_lens", "sansho_warmup_batch_sizes"):
+            check(isinstance(getattr(self, name), (list, tuple)), name, getattr(self, name), "a list of integers")
+            for entry in getattr(self, name):
+                check_int(name, entry, 1)
         share = self.gpu_memory_utilization
         check(is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share, "a number in (0, 1]")
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from nanovllm.config import read_json
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.mamba import Stacked
 from nanovllm.quantization.base import LinearMethod, Reader, copy_into
 from nanovllm.quantization.formats import Scheme
 
@@ -32,10 +33,10 @@ def build_model(
     with torch.device("meta"):
         model = construct()
         for path, module in model.named_modules():
-            if isinstance(module, Linear) and scheme is not None:
+            if isinstance(module, Linear) and module.parts and scheme is not None:
                 module.use(scheme.method_of([_part_name(path, part) for part in module.parts]))
     for module in model.modules():
-        fixed = module.fixed_dtypes if isinstance(module, Linear) else {}
+        fixed = getattr(module, "fixed_dtypes", {})  # of parameters that do not follow the model's
         for name, param in module.named_parameters(recurse=False):
             empty = torch.empty(param.shape, dtype=fixed.get(name, dtype), device=device)
             setattr(module, name, nn.Parameter(empty, requires_grad=False))
@@ -84,8 +85,12 @@ def checkpoint_targets(model: nn.Module) -> dict[str, Reader]:
         readers = method.readers(views) | ({"bias": copy_into(views["bias"])} if "bias" in views else {})
         targets |= {f"{name}.{kind}": reader for kind, reader in readers.items()}
     for path, module in model.named_modules():
-        if not isinstance(module, Linear):
-            for kind, param in module.named_parameters(recurse=False):
+        for kind, param in module.named_parameters(recurse=False):
+            if isinstance(module, Stacked):
+                targets |= {
+                    f"{_part_name(path, name)}.{kind}": copy_into(module.part(param, name)) for name in module.parts
+                }
+            elif not isinstance(module, Linear):
                 targets[f"{path}.{kind}"] = copy_into(param)
     return targets
 

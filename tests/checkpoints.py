@@ -1,9 +1,11 @@
-"""Tiny random checkpoints written by transformers, and what transformers itself computes on them: the oracle.
+"""Tiny random checkpoints written by transformers, and what transformers itself computes on them: the oracle. (Of a
+Sansho export, which transformers does not know, the library's plain reference is.)
 
 Weights are drawn so that mistakes show: no bias is 0, no norm weight is 1, attention is peaked enough for positions
 to matter, and greedy decoding wanders instead of repeating one token.
 """
 
+import importlib.util
 import inspect
 import json
 import math
@@ -14,6 +16,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+
+from nanovllm.models.sansho_reference import SanshoReference
 
 transformers.logging.disable_progress_bar()  # or each checkpoint draws two in the output of a failed test
 
@@ -182,6 +186,21 @@ def make_tokenizer(directory, size=TOKENIZER_SIZE, add_bos=False):
     ).save_pretrained(directory)
 
 
+def load_script(name):
+    """A module of scripts/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@lru_cache(maxsize=16)
+def sansho_reference(path):
+    """The oracle of an export, or None where path is a checkpoint that transformers knows. Cached: do not change it."""
+    config = json.loads((Path(path) / "config.json").read_text())
+    return SanshoReference(path) if config["model_type"] == "sansho" else None
+
+
 @lru_cache(maxsize=8)
 def hf_model(path):
     """transformers' own model in float32, whatever dtype the checkpoint has. Cached: do not change it."""
@@ -191,6 +210,8 @@ def hf_model(path):
 @torch.inference_mode()
 def hf_greedy(path, prompt_ids, max_new_tokens, eos_ids=()):
     """Greedy continuation of one prompt with transformers' cache; an id of eos_ids ends it and is its last entry."""
+    if sansho_reference(path) is not None:
+        return sansho_reference(path).greedy(prompt_ids, max_new_tokens, eos_ids)
     model, output, step_ids = hf_model(path), [], list(prompt_ids)
     # transformers 5 renames the argument, and warns about the old name.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
@@ -207,6 +228,8 @@ def hf_greedy(path, prompt_ids, max_new_tokens, eos_ids=()):
 @torch.inference_mode()
 def hf_full_logprobs(path, ids):
     """log p(. | ids[:i+1]) for every i, of shape [len(ids), V]."""
+    if sansho_reference(path) is not None:
+        return sansho_reference(path).logits(list(ids)).log_softmax(-1)
     logits = hf_model(path)(torch.tensor([list(ids)]), use_cache=False).logits[0]
     return logits.float().log_softmax(-1)
 

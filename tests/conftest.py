@@ -12,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_checkpoint
+from checkpoints import load_script, make_checkpoint
 
 
 def pytest_configure(config):
@@ -56,6 +56,12 @@ def llama_path(tmp_path_factory):
 def qwen2_path(tmp_path_factory):
     """Biases on q, k and v, tied embeddings, a Qwen-like tokenizer."""
     return make_checkpoint(tmp_path_factory.mktemp("qwen2"), "qwen2", tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def sansho_path(tmp_path_factory):
+    """Window 8, two groups, two loops, mamba and attention mixed, a tokenizer."""
+    return load_script("make_sansho_export").make_export(tmp_path_factory.mktemp("sansho"))
 
 
 @pytest.fixture(scope="session")

@@ -81,6 +81,7 @@ class FakeRunner:
         self.kv = {}  # slot: (token, state)
         self.last_token, self.context_len, self.block_table, self.history = {}, {}, {}, {}
         self.starts = {}  # row: RowStart
+        self.row_state, self.snapshots = {}, {}  # what a row, or a slot, keeps beside the cache: the state at its end
 
     def run(self, step):
         """The StepResult of a step."""
@@ -106,6 +107,7 @@ class FakeRunner:
             self.block_table[start.row] = []
             self.context_len[start.row] = self.last_token[start.row] = None
             self.history[start.row] = [*start.prompt_token_ids, *start.output_token_ids]
+            self.row_state[start.row] = 0 if start.snapshot is None else self.snapshots[start.snapshot]
         assert len({start.row for start in step.starts}) == len(step.starts), "a row starts twice in a step"
 
     def _update_tables(self, step):
@@ -128,11 +130,23 @@ class FakeRunner:
             for offset, token in enumerate(chunk.token_ids):
                 states.append(self._write(chunk.row, chunk.start + offset, token, states[-1]))
             self.context_len[chunk.row] = chunk.start + len(chunk.token_ids)
+            self._snapshot(chunk, states)
             if chunk.samples:
                 sampled.append(states[-1])
             if chunk.score_targets:
                 scores.append(self._score(chunk, states[1:]))
         return sampled, scores
+
+    def _snapshot(self, chunk, states):
+        """A row that needs more than blocks goes on from where it stands, and leaves snapshots on the way."""
+        if self.scheduler.block_manager._snapshots is None:
+            assert not chunk.snapshots, "a snapshot is taken and none is needed"
+            return
+        assert self.row_state[chunk.row] == states[0], f"row {chunk.row} does not stand at position {chunk.start}"
+        self.row_state[chunk.row] = states[-1]
+        for length, slot in chunk.snapshots:
+            assert chunk.start < length <= chunk.start + len(chunk.token_ids), "a snapshot of another chunk"
+            self.snapshots[slot] = states[length - chunk.start]
 
     def _read_chunk(self, chunk):
         """The state before a chunk."""
@@ -230,8 +244,10 @@ class FakeEngine:
     lag: steps by which reading is behind launching.
     """
 
-    def __init__(self, block_size=4, num_blocks=64, max_num_seqs=8, budget=64, prefix_caching=True, lag=1):
-        self.blocks = BlockManager(num_blocks, block_size, prefix_caching)
+    def __init__(
+        self, block_size=4, num_blocks=64, max_num_seqs=8, budget=64, prefix_caching=True, lag=1, num_snapshots=None
+    ):
+        self.blocks = BlockManager(num_blocks, block_size, prefix_caching, num_snapshots)
         self.scheduler = Scheduler(max_num_seqs, budget, self.blocks)
         self.runner = FakeRunner(self.scheduler)
         self.steps = []  # every step launched

@@ -28,7 +28,13 @@ _NO_CODE = {
 
 # What these files may not name, in code or comment.
 FAMILIES = ("mamba", "sansho", "qwen", "llama")
-FAMILY_BLIND = ("engine/sequence.py", "engine/block_manager.py", "engine/scheduler.py", "engine/step.py")
+FAMILY_BLIND = (
+    "engine/sequence.py",
+    "engine/block_manager.py",
+    "engine/scheduler.py",
+    "engine/step.py",
+    "engine/snapshots.py",
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ LAYOUT = {
     "engine/sequence.py": HOST,
     "engine/block_manager.py": HOST,
     "engine/scheduler.py": HOST,
+    "engine/snapshots.py": HOST,
     "engine/step.py": HOST,
     "engine/request.py": HOST,
     "engine/tokenizer.py": HOST,
@@ -77,6 +84,8 @@ LAYOUT = {
     "engine/cuda_graph.py": DEVICE,
     "engine/penalties.py": DEVICE,
     "engine/device_state.py": DEVICE,
+    "engine/results.py": DEVICE,
+    "engine/sansho_batch.py": DEVICE,
     "engine/model_runner.py": RUNNER,
     "engine/sansho_runner.py": RUNNER,
     "engine/worker.py": DEVICE,

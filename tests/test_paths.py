@@ -20,7 +20,7 @@ from nanovllm.engine.sequence import Status
 B = 4
 
 
-@pytest.fixture(params=["qwen3_path", "llama_path", "qwen2_path"])
+@pytest.fixture(params=["qwen3_path", "llama_path", "qwen2_path", "sansho_path"])
 def path(request):
     """Each family's checkpoint in turn."""
     return request.getfixturevalue(request.param)

@@ -43,6 +43,7 @@ def pools(draw):
         "budget": draw(st.integers(4, 64)),
         "max_num_seqs": draw(st.integers(1, 6)),
         "prefix_caching": draw(st.booleans()),
+        "num_snapshots": draw(st.sampled_from((None, None, 0, 1, 3))),
         "lag": draw(st.integers(0, 2)),  # the engine's is 1; the scheduler must not count on it
     }
 

@@ -357,3 +357,28 @@ def test_packing_is_four_offset_bytes_a_word(tmp_path, llm_of):
     assert torch.equal(dequantize(qweight, scales), qweight.float() * scales[:, None])
     (method, views), *_ = [(m, v) for n, m, v in loader.linear_parts(llm_of(path).engine.runner.model) if n == layer]
     assert torch.equal(method.dequantize(views), dequantize(qweight, scales))
+
+
+@pytest.mark.parametrize(("method", "bound"), [("int8", 0.25), ("w8a8", 0.5)])
+def test_the_other_family_quantizes_too(method, bound, make_llm, sansho_path, tmp_path):
+    """All its linear layers, also those that are stacked or run several times a step: scores stay close, prefill and
+    decode go on, and two engines agree. (Wrong weights are 2 off and more: the spread of scores is 1.5.)"""
+    knobs = {"skip_tokenizer_init": True, "num_kvcache_blocks": 64}
+    prompts = make_prompts(20, 33)
+    exact, *found = (
+        [
+            lp
+            for score in make_llm(sansho_path, quantization=q, **knobs).score(prompts)
+            for lp in score["token_logprobs"][1:]
+        ]
+        for q in (None, method, method)
+    )
+    assert found[0] == found[1] != exact
+    assert (torch.tensor(exact) - torch.tensor(found[0])).square().mean().sqrt() < bound
+    llm = make_llm(sansho_path, quantization=method, **knobs)
+    outputs = generate(llm, prompts, greedy(6, ignore_eos=True))
+    quantize_checkpoint(sansho_path, str(tmp_path / "quantized"), method)
+    offline = generate(make_llm(str(tmp_path / "quantized"), **knobs), prompts, greedy(6, ignore_eos=True))
+    assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in offline]
+    assert [len(output["token_ids"]) for output in outputs] == [6, 6]
+    assert set(llm.engine.kernel_paths) >= {"qkv_proj", "memory_proj", "in_proj", "out_proj", "down_proj"}

@@ -35,7 +35,7 @@ def check_scores(llm, path, prompts, num_top=0):
     return scores
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2", "sansho"])
 def test_scores_are_those_of_transformers(make_llm, request, family):
     """A70: prompts of mixed lengths in one call, with the three most likely tokens of each place."""
     path = request.getfixturevalue(f"{family}_path")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from nanovllm.attention import choose_backend
 from nanovllm.config import EngineConfig, read_json
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import TextStream
-from nanovllm.engine.model_runner import ModelRunner, PendingResult
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.results import PendingResult
+from nanovllm.engine.sansho_runner import SanshoModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.step import Step
@@ -24,11 +26,14 @@ from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.models.config import ModelConfig, as_id_set
 from nanovllm.models.decoder import CausalDecoder
 from nanovllm.models.registry import load_raw_config, resolve_model
+from nanovllm.models.sansho import SanshoForCausalLM
 from nanovllm.quantization.formats import resolve_scheme
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+# Of model classes that need another than ModelRunner.
+RUNNERS = {SanshoForCausalLM: SanshoModelRunner}
 # Share of the machine's RAM that KV blocks may take on a CPU when num_kvcache_blocks is not given.
 CPU_KV_SHARE = 0.25
 # GPU memory left beside the measured peak for what torch and the libraries allocate later.
@@ -75,6 +80,7 @@ class LLMEngine:
         self.device = platform.resolve_device(config.device)
         raw, directory = _raw_config(config)
         model_class, self.model_config = resolve_model(raw)
+        _check_family_knobs(config, model_class)
         self.dtype = platform.resolve_dtype(config.dtype, self.model_config.dtype, self.device)
         self.backend, reason = choose_backend(config.attention_backend, self.device, self.dtype)
         self.block_size = _resolve_block_size(config, self.backend)
@@ -86,18 +92,20 @@ class LLMEngine:
         model = self._load_model(
             lambda: model_class(self.model_config, max_model_len, self.dtype), raw.get("quantization_config"), directory
         )
-        self.runner = ModelRunner(
+        self.runner = RUNNERS.get(model_class, ModelRunner)(
             model, self.backend, self.dtype, self.device, self.block_size, config.max_num_seqs, max_model_len
         )
         num_blocks = self._size_pool(max_model_len)
         self.max_model_len = _fitting_model_len(config, max_model_len, num_blocks * self.block_size)
         self.runner.allocate(num_blocks)
         if not config.enforce_eager:
-            self.stats.capture_seconds = self.runner.capture(
-                config.max_num_batched_tokens, show_progress=logger.isEnabledFor(logging.INFO)
-            )
-        block_manager = BlockManager(num_blocks, self.block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(config.max_num_seqs, config.max_num_batched_tokens, block_manager)
+            self.stats.capture_seconds = self.runner.capture(config, show_progress=logger.isEnabledFor(logging.INFO))
+        if config.sansho_warmup_prompt_lens:
+            self.runner.touch(config)
+        block_manager = BlockManager(
+            num_blocks, self.block_size, config.enable_prefix_caching, self.runner.num_snapshots
+        )
+        self.scheduler = Scheduler(self.runner.rows.padding_row, config.max_num_batched_tokens, block_manager)
         self._in_flight: tuple[Step, PendingResult] | None = None
         self._num_added = 0
         self._num_requests = 0
@@ -269,11 +277,13 @@ class LLMEngine:
         """Number of KV blocks: as asked for, or what memory allows, but no more than could ever be used."""
         config, runner = self.config, self.runner
         if config.num_kvcache_blocks != -1:
+            runner.reserve(None, config)
             return config.num_kvcache_blocks
         if self.device.type == "cpu":
             budget = int(platform.cpu_memory() * CPU_KV_SHARE)
         else:
             budget = self._gpu_budget(max_model_len)
+        budget -= runner.reserve(budget, config)
         num_blocks = budget // runner.bytes_per_block - 1  # one block is padding
         if num_blocks < 1:
             source = f"gpu_memory_utilization={config.gpu_memory_utilization} after weights and activations"
@@ -285,7 +295,7 @@ class LLMEngine:
                 f"no memory for the KV cache: {budget / 2**20:.0f} MiB ({source}), and two blocks of "
                 f"{runner.bytes_per_block / 2**20:.2f} MiB are the least; {remedy}"
             )
-        return min(num_blocks, config.max_num_seqs * -(-max_model_len // self.block_size))
+        return min(num_blocks, runner.rows.padding_row * -(-max_model_len // self.block_size))
 
     def _gpu_budget(self, max_model_len: int) -> int:
         """Bytes for KV: this engine's share of the card less what it peaked at in the largest prefill. Memory of
@@ -328,6 +338,13 @@ def _raw_config(config: EngineConfig) -> tuple[dict[str, Any], str]:
     if not Path(directory).is_dir():
         raise ValueError(f"quantized_model_path={directory!r} is not a model directory: no such directory")
     return load_raw_config(directory, "auto"), directory
+
+
+def _check_family_knobs(config: EngineConfig, model_class: type) -> None:
+    for knob in fields(config):
+        value = getattr(config, knob.name)
+        if knob.name.startswith("sansho_") and model_class is not SanshoForCausalLM and value != knob.default:
+            raise ValueError(f"{knob.name}={value!r} is not allowed: {model_class.__name__} has no use for it")
 
 
 def _resolve_block_size(config: EngineConfig, backend: object) -> int:

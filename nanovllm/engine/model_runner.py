@@ -9,46 +9,18 @@ import torch
 from nanovllm import platform
 from nanovllm.attention.base import AttentionBackend, KVCache
 from nanovllm.cache_spec import PagedKVSpec
+from nanovllm.config import EngineConfig
 from nanovllm.context import ForwardContext, forward_context
 from nanovllm.engine.batch import Inputs, Rows, decode_inputs, pack_prefill, prefill_inputs, upload
 from nanovllm.engine.cuda_graph import StepGraphs
-from nanovllm.engine.step import Logprobs, PrefillChunk, Sampling, Step, StepResult
-from nanovllm.kernels import sampling as ops
+from nanovllm.engine.results import PLAIN, PendingResult, draw_tokens, score_chunks
+from nanovllm.engine.step import PrefillChunk, Sampling, Step
 from nanovllm.models.decoder import CausalDecoder
 
 logger = logging.getLogger(__name__)
 
-# Rows of float32 logits that exist at once when a prompt is scored, however long it is.
-_SCORE_ROWS = 256
 # Sequences that a captured prefill has room for.
 _PREFILL_SEQS = 16
-_PLAIN = Sampling(greedy=False, filtered=False, penalized=[], biases=[], num_logprobs=-1)
-
-
-class PendingResult:
-    """Results on their way to the host. `wait` blocks until they are there."""
-
-    def __init__(
-        self,
-        token_ids: torch.Tensor | None,
-        logprobs: tuple[torch.Tensor, ...] | None,
-        scores: list[tuple[torch.Tensor, ...]],
-        device: torch.device,
-    ) -> None:
-        self._token_ids = None if token_ids is None else _to_host(token_ids)
-        self._logprobs = None if logprobs is None else tuple(map(_to_host, logprobs))
-        self._scores = [tuple(map(_to_host, score)) for score in scores]
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record()
-
-    def wait(self) -> StepResult:
-        """The step's results as plain numbers."""
-        if self._event is not None:
-            self._event.synchronize()
-        token_ids = [] if self._token_ids is None else self._token_ids.tolist()
-        logprobs = None if self._logprobs is None else _as_logprobs(self._logprobs)
-        return StepResult(token_ids, logprobs, [_as_logprobs(score) for score in self._scores])
 
 
 class ModelRunner:
@@ -82,10 +54,15 @@ class ModelRunner:
         self.bytes_per_block = sum(spec.bytes_per_block(block_size) for spec in self.specs)
         self.max_model_len = max_model_len
         self.num_blocks = 0
+        self.num_snapshots: int | None = None  # blocks are all there is to a prefix
         self.graphs: StepGraphs | None = None
         self.caches: list[KVCache] = []
         max_blocks = -(-max_model_len // block_size)
         self.rows = Rows(max_num_seqs, max_blocks, model.config.vocab_size, device)
+
+    def reserve(self, budget: int | None, config: EngineConfig) -> int:
+        """Bytes of the `budget` that other caches than blocks take: none."""
+        return 0
 
     def allocate(self, num_blocks: int) -> None:
         """Make the KV pool; one block more than asked for stays zero, for padding to read."""
@@ -116,7 +93,7 @@ class ModelRunner:
         with platform.as_current(self.device):
             self._prefill(chunks, sampling)
             logits = torch.zeros(len(self.rows.last_token), self.model.config.vocab_size, device=self.device)
-            self._sample(logits, torch.arange(len(logits), device=self.device), sampling)
+            draw_tokens(self.rows, logits, torch.arange(len(logits), device=self.device), sampling)
         platform.synchronize(self.device)
         self.caches = []
 
@@ -130,7 +107,7 @@ class ModelRunner:
             return self._decode(step)
 
     @torch.inference_mode()
-    def capture(self, max_num_batched_tokens: int, show_progress: bool) -> float:
+    def capture(self, config: EngineConfig, show_progress: bool) -> float:
         """Capture decode steps and short prefills as CUDA graphs, where device and backend allow it; returns the
         seconds it took."""
         if self.device.type != "cuda" or not self.backend.in_cuda_graph:
@@ -142,7 +119,7 @@ class ModelRunner:
             self._prefill_plain,
             max_num_seqs,
             min(_PREFILL_SEQS, max_num_seqs),
-            max_num_batched_tokens,
+            config.max_num_batched_tokens,
             self.rows.padding_row,
             self.device,
         )
@@ -172,7 +149,7 @@ class ModelRunner:
             token_ids = None
         if token_ids is not None and step.sampling.is_plain:
             return PendingResult(token_ids, None, [], self.device)
-        token_ids, logprobs = self._sample(logits, rows, step.sampling)
+        token_ids, logprobs = draw_tokens(self.rows, logits, rows, step.sampling)
         return PendingResult(token_ids, logprobs, [], self.device)
 
     def _decode_logits(self, rows: torch.Tensor, seq_lens: list[int], out: torch.Tensor | None = None) -> torch.Tensor:
@@ -186,7 +163,7 @@ class ModelRunner:
         """What a CUDA graph holds: a whole decode step, its tokens drawn by temperature alone. The logits are kept
         for steps that draw otherwise."""
         logits = self._decode_logits(rows, [self.max_model_len] * len(rows), self._logits[: len(rows)])
-        return self._sample(logits, rows, _PLAIN)[0]
+        return draw_tokens(self.rows, logits, rows, PLAIN)[0]
 
     def _prefill(self, chunks: list[PrefillChunk], sampling: Sampling | None) -> PendingResult:
         query_lens = [len(chunk.token_ids) for chunk in chunks]
@@ -198,14 +175,14 @@ class ModelRunner:
             seq_lens = [chunk.start + n for chunk, n in zip(chunks, query_lens, strict=True)]
             packed = upload(packed, torch.int64, self.device)
             rows, hidden, last = self._prefill_hidden(packed, query_lens, seq_lens)
-        scores = self._score(hidden, chunks)
+        scores = score_chunks(self.model, hidden, chunks)
         if sampling is None:
             return PendingResult(None, None, scores, self.device)
         if captured is not None and sampling.is_plain and all(chunk.samples for chunk in chunks):
             return PendingResult(token_ids[: len(chunks)], None, scores, self.device)
         chosen = upload([i for i, chunk in enumerate(chunks) if chunk.samples], torch.int64, self.device)
         logits = self.model.compute_logits(hidden[last[chosen]])
-        token_ids, logprobs = self._sample(logits, rows[chosen], sampling)
+        token_ids, logprobs = draw_tokens(self.rows, logits, rows[chosen], sampling)
         return PendingResult(token_ids, logprobs, scores, self.device)
 
     def _prefill_hidden(
@@ -227,56 +204,4 @@ class ModelRunner:
         longest = [len(packed) - 3 * num_seqs]
         rows, hidden, last = self._prefill_hidden(packed, longest, [self.max_model_len], num_seqs)
         logits = self.model.compute_logits(hidden[last], self._logits[:num_seqs])
-        return rows, hidden, last, self._sample(logits, rows, _PLAIN)[0]
-
-    def _sample(
-        self, logits: torch.Tensor, rows: torch.Tensor, sampling: Sampling
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """Draw a token for each of `rows` from its [R, V] logits and remember it; with its log probabilities if
-        any row wants them."""
-        raw = logits
-        if sampling.biases or sampling.penalized:
-            logits = raw.to(torch.float32, copy=True)
-        for position, ids, values in sampling.biases:
-            at = upload(ids, torch.int64, self.device)
-            logits[position, at] += upload(values, torch.float32, self.device)
-        state = self.rows
-        if sampling.penalized:
-            state.penalize(logits, rows, sampling.penalized)
-        if sampling.greedy:
-            token_ids = ops.greedy(logits)
-        else:
-            filters = (state.top_k, state.top_p, state.min_p) if sampling.filtered else None
-            token_ids = ops.sample(logits, rows, state.temperature, state.seed, state.context_len, filters)
-        state.record(rows, token_ids, sampling)
-        if sampling.num_logprobs < 0:
-            return token_ids, None
-        return token_ids, ops.token_logprobs(raw, token_ids, sampling.num_logprobs)
-
-    def _score(self, hidden: torch.Tensor, chunks: list[PrefillChunk]) -> list[tuple[torch.Tensor, ...]]:
-        """Log probabilities of the chunks' targets, a few rows of logits at a time."""
-        scores = []
-        first = 0
-        for chunk in chunks:
-            if chunk.score_targets:
-                start = first + chunk.score_start - chunk.start
-                rows = hidden[start : start + len(chunk.score_targets)]
-                targets = upload(chunk.score_targets, torch.int64, self.device)
-                pieces = [
-                    ops.token_logprobs(self.model.compute_logits(h), t, chunk.num_score_logprobs)
-                    for h, t in zip(rows.split(_SCORE_ROWS), targets.split(_SCORE_ROWS), strict=True)
-                ]
-                scores.append(tuple(torch.cat(parts) for parts in zip(*pieces, strict=True)))
-            first += len(chunk.token_ids)
-        return scores
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _as_logprobs(tensors: tuple[torch.Tensor, ...]) -> Logprobs:
-    chosen, top_ids, top = (tensor.tolist() for tensor in tensors)
-    return Logprobs(chosen, top_ids, top)
+        return rows, hidden, last, draw_tokens(self.rows, logits, rows, PLAIN)[0]

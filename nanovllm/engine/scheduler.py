@@ -158,7 +158,7 @@ class Scheduler:
             if seq.num_pending:
                 break  # preempted a moment ago: its last token is not read yet
             prefix = self.block_manager.find_prefix(seq)
-            if any(block.block_id in plan.computing for block in prefix):
+            if self._is_computing(prefix, plan):
                 # An equal prefix is being computed in this very step; one step later it is there to share.
                 deferred.append(self.waiting.popleft())
                 continue
@@ -172,16 +172,22 @@ class Scheduler:
             self._add_chunk(seq, plan)
         self.waiting.extendleft(reversed(deferred))
 
+    def _is_computing(self, prefix: list[Block], plan: _Plan) -> bool:
+        slot = self.block_manager.snapshot_slot(prefix)
+        taking = slot is not None and any(slot == other for chunk in plan.step.chunks for _, other in chunk.snapshots)
+        return taking or any(block.block_id in plan.computing for block in prefix)
+
     def _start(self, seq: Sequence, prefix: list[Block], step: Step) -> None:
         seq.row = heapq.heappop(self._free_rows)
         seq.status = Status.RUNNING
+        snapshot = self.block_manager.snapshot_slot(prefix)
         self.block_manager.share(seq, prefix)
         if seq.num_preemptions == 0:
             seq.num_cached_tokens = seq.num_computed
         self.running.append(seq)
         wanted = seq.token_ids if seq.params.penalized else []
         prompt, output = wanted[: seq.num_prompt_tokens], wanted[seq.num_prompt_tokens :]
-        step.starts.append(RowStart(seq.row, seq.params, seq.seed, prompt, output))
+        step.starts.append(RowStart(seq.row, seq.params, seq.seed, prompt, output, snapshot))
         step.block_updates.add(seq.row, 0, seq.block_table)
 
     def _add_chunk(self, seq: Sequence, plan: _Plan) -> None:
@@ -193,15 +199,16 @@ class Scheduler:
         seq.num_computed = end
         seq.is_decoding = end == len(seq.token_ids)
         samples = seq.is_decoding and seq.wants_token
-        chunk = PrefillChunk(seq.row, start, seq.token_ids[start:end], samples, *self._score_targets(seq, start, end))
+        known = seq.num_hashed_blocks
+        snapshots = self.block_manager.remember(seq)
+        plan.computing.update(seq.block_table[known : seq.num_hashed_blocks])
+        scores = self._score_targets(seq, start, end)
+        chunk = PrefillChunk(seq.row, start, seq.token_ids[start:end], samples, *scores, snapshots)
         plan.step.chunks.append(chunk)
         if samples:
             plan.sampled.append(seq)
         if chunk.score_targets:
             plan.scored.append(seq)
-        known = seq.num_hashed_blocks
-        self.block_manager.remember(seq)
-        plan.computing.update(seq.block_table[known : seq.num_hashed_blocks])
 
     @staticmethod
     def _score_targets(seq: Sequence, start: int, end: int) -> tuple[int, list[int], int]:

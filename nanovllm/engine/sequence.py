@@ -25,6 +25,7 @@ class Sequence:
     The host runs one step behind the device: `token_ids` holds the tokens it has read, `num_pending` counts
     sampled ones it has not, `num_computed` counts tokens whose KV a launched step writes. `is_decoding` is set once
     a step that ends the prefill is launched: from then on the row on the device holds the token to go on from.
+    `snapshot_at` holds the lengths of its prefixes that are worth a snapshot.
 
     Args:
         seq_id: order of arrival, unique within an engine.
@@ -52,6 +53,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_hashed_blocks: int = 0
     prefix_uid: int = 0
+    snapshot_at: set[int] = field(default_factory=set)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str = ""

@@ -13,6 +13,7 @@ class RowStart:
     """A sequence takes a row, new or after preemption: whatever the row held before is void.
 
     prompt_token_ids and output_token_ids are there when penalties need them.
+    snapshot: slot of the snapshot that the row goes on from; None to start from nothing, or from blocks alone.
     """
 
     row: int
@@ -20,6 +21,7 @@ class RowStart:
     seed: int
     prompt_token_ids: list[int]
     output_token_ids: list[int]
+    snapshot: int | None = None
 
 
 @dataclass(slots=True)
@@ -45,6 +47,8 @@ class PrefillChunk:
     score_start: position of the first token whose successor is scored.
     score_targets: those successors: token ids whose log probabilities are wanted, or [].
     num_score_logprobs: how many most likely tokens go with each.
+    snapshots: (p, slot) ascending, start < p <= start + len(token_ids): what the row is after p tokens goes into the
+        slot. Rows start before any slot of the same step is written; of two writes to one slot the later chunk's stays.
     """
 
     row: int
@@ -54,6 +58,7 @@ class PrefillChunk:
     score_start: int
     score_targets: list[int]
     num_score_logprobs: int
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig
+
+from nanovllm.config import read_json
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -25,7 +27,10 @@ class Tokenizer:
         if not any((Path(directory) / name).is_file() for name in _VOCABULARIES):
             raise _unusable(directory, f"has none of {', '.join(_VOCABULARIES)}")  # transformers would make one up
         try:
-            self._hf = AutoTokenizer.from_pretrained(directory)
+            config = Path(directory) / "config.json"
+            # transformers reads the model's config for a tokenizer, and stumbles over a model it does not know.
+            known = not config.is_file() or read_json(config).get("model_type") in CONFIG_MAPPING
+            self._hf = AutoTokenizer.from_pretrained(directory, **({} if known else {"config": PretrainedConfig()}))
         except Exception as error:  # whatever the files hold, and whoever fails to read them
             raise _unusable(directory, f"cannot be loaded: {error}") from error
         self.eos_token_id: int | None = self._hf.eos_token_id

@@ -55,23 +55,23 @@ class ModelConfig:
             ValueError: a needed field is missing, or its value is one this library does not implement.
         """
         _refuse_unsupported(raw)
-        heads = _need(raw, "num_attention_heads")
-        hidden = _need(raw, "hidden_size")
+        heads = need(raw, "num_attention_heads")
+        hidden = need(raw, "hidden_size")
         config = cls(
             architecture=raw["architectures"][0],
-            vocab_size=_need(raw, "vocab_size"),
+            vocab_size=need(raw, "vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_need(raw, "intermediate_size"),
-            num_hidden_layers=_need(raw, "num_hidden_layers"),
+            intermediate_size=need(raw, "intermediate_size"),
+            num_hidden_layers=need(raw, "num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=raw.get("num_key_value_heads") or heads,
             head_dim=raw.get("head_dim") or hidden // heads,
-            max_position_embeddings=_need(raw, "max_position_embeddings"),
+            max_position_embeddings=need(raw, "max_position_embeddings"),
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
             attention_bias=raw.get("attention_bias", False),
             mlp_bias=raw.get("mlp_bias", False),
-            rope=_rope_parameters(raw),
+            rope=rope_parameters(raw),
             dtype=raw.get("dtype") or raw.get("torch_dtype"),
             eos_token_ids=as_id_set(raw.get("eos_token_id")),
         )
@@ -90,7 +90,8 @@ def as_id_set(ids: int | list[int] | None) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def _need(raw: dict[str, Any], name: str) -> Any:
+def need(raw: dict[str, Any], name: str) -> Any:
+    """A field that the model cannot do without; ValueError where it is missing or null."""
     if raw.get(name) is None:
         raise ValueError(f"config.json has no {name!r}, which this model needs")
     return raw[name]
@@ -106,9 +107,9 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         raise ValueError("config.json: use_sliding_window=true is not supported: only full attention")
 
 
-def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
-    """transformers 5 keeps all in `rope_parameters`; 4 keeps `rope_theta` beside `rope_scaling` (null for none),
-    whose type is under "rope_type" or, before that, "type"."""
+def rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
+    """Checked rotary parameters. transformers 5 keeps all in `rope_parameters`; 4 keeps `rope_theta` beside
+    `rope_scaling` (null for none), whose type is under "rope_type" or, before that, "type"."""
     nested = [name for name, value in (raw.get("rope_parameters") or {}).items() if isinstance(value, dict)]
     if nested:
         raise ValueError(f"config.json: rope_parameters per layer type ({', '.join(nested)}) are not supported")

@@ -10,11 +10,14 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalDecoder
 from nanovllm.models.llama import LlamaForCausalLM, Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.sansho import SanshoForCausalLM
+from nanovllm.models.sansho_config import SANSHO_500M, SanshoConfig
 
-ARCHITECTURES: dict[str, type[CausalDecoder]] = {
+ARCHITECTURES: dict[str, type[CausalDecoder] | type[SanshoForCausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "SanshoForCausalLM": SanshoForCausalLM,
 }
 
 
@@ -44,6 +47,7 @@ BUILTIN_SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, tied=False),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, tied=False),
+    "sansho-500m": SANSHO_500M,
 }
 
 
@@ -61,7 +65,9 @@ def load_raw_config(model: str, load_format: str) -> dict[str, Any]:
     return read_json(Path(model) / "config.json")
 
 
-def resolve_model(raw: dict[str, Any]) -> tuple[type[CausalDecoder], ModelConfig]:
+def resolve_model(
+    raw: dict[str, Any],
+) -> tuple[type[CausalDecoder] | type[SanshoForCausalLM], ModelConfig | SanshoConfig]:
     """Model class and typed config for a raw config.json.
 
     Raises:
@@ -72,4 +78,5 @@ def resolve_model(raw: dict[str, Any]) -> tuple[type[CausalDecoder], ModelConfig
         raise ValueError(
             f"config.json: architectures={names} is not supported: exactly one of {', '.join(ARCHITECTURES)}"
         )
-    return ARCHITECTURES[names[0]], ModelConfig.from_dict(raw)
+    config_class = SanshoConfig if ARCHITECTURES[names[0]] is SanshoForCausalLM else ModelConfig
+    return ARCHITECTURES[names[0]], config_class.from_dict(raw)
