@@ -11,10 +11,10 @@ from tqdm import tqdm
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.tokenizer import Prompt, encode_prompts
 from nanovllm.outputs import RequestOutput, SampleOutput, ScoreOutput, StreamOutput, TokenLogprob
 from nanovllm.sampling_params import SamplingParams
 
-Prompt = str | list[int]
 Params = SamplingParams | list[SamplingParams] | None
 
 
@@ -63,7 +63,8 @@ class LLM:
         Raises:
             ValueError: a prompt or its parameters cannot be served; nothing is queued then.
         """
-        return self._generate(self._tokenize(prompts), sampling_params, use_tqdm)
+        engine = self._require_engine()
+        return self._generate(encode_prompts(engine.tokenizer, prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -101,7 +102,7 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"n={params.n} is not allowed in stream(): only 1")
-        batch = self._tokenize(prompt)
+        batch = encode_prompts(engine.tokenizer, prompt)
         if len(batch) != 1:
             raise ValueError(f"stream() takes one prompt, got {len(batch)}")
         engine.check_request(batch[0], params)
@@ -123,7 +124,7 @@ class LLM:
         """
         engine = self._require_engine()
         params = SamplingParams(logprobs=logprobs)
-        token_ids = self._tokenize(prompts)
+        token_ids = encode_prompts(engine.tokenizer, prompts)
         for ids in token_ids:
             engine.check_request(ids, params, num_new_tokens=0)
         # A single token has nothing before it.
@@ -212,23 +213,7 @@ class LLM:
             raise RuntimeError("this LLM was closed by exit(); make a new one")
         return self.engine
 
-    # From prompts to ids, from sequences to dicts
-
-    def _tokenize(self, prompts: Prompt | list[Prompt]) -> list[list[int]]:
-        """One list of token ids per prompt; all strings are encoded in one batch."""
-        tokenizer = self._require_engine().tokenizer
-        if not isinstance(prompts, (str, list, tuple)):
-            raise TypeError(f"prompts are a string, a list of token ids, or a list of such, got {prompts!r}")
-        is_ids = bool(prompts) and all(not isinstance(p, (str, list, tuple)) for p in prompts)
-        batch: list[Any] = [prompts] if is_ids or isinstance(prompts, str) else list(prompts)
-        for prompt in batch:
-            if not isinstance(prompt, (str, list, tuple)):
-                raise TypeError(f"a prompt is a string or a list of token ids, got {prompt!r}")
-        texts = [prompt for prompt in batch if isinstance(prompt, str)]
-        if texts and tokenizer is None:
-            raise ValueError("text prompts need a tokenizer, and skip_tokenizer_init is set; pass token ids")
-        encoded = iter(tokenizer.encode(texts) if texts else [])
-        return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in batch]
+    # From sequences to dicts
 
     def _request_output(self, seqs: list[Sequence]) -> RequestOutput:
         samples, first = [self._sample_output(seq) for seq in seqs], seqs[0]

@@ -11,6 +11,8 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig
 
 from nanovllm.config import read_json
 
+Prompt = str | list[int]
+
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -101,6 +103,27 @@ class Tokenizer:
         """Whether tokens are spelled in GPT-2's alphabet of bytes."""
         backend = getattr(self._hf, "backend_tokenizer", None)
         return backend is not None and '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
+
+
+def encode_prompts(tokenizer: Tokenizer | None, prompts: Prompt | list[Prompt]) -> list[list[int]]:
+    """One list of token ids per prompt; all strings are encoded in one batch.
+
+    Raises:
+        TypeError: what is given is neither a prompt nor a list of prompts.
+        ValueError: text without a tokenizer.
+    """
+    if not isinstance(prompts, (str, list, tuple)):
+        raise TypeError(f"prompts are a string, a list of token ids, or a list of such, got {prompts!r}")
+    single = isinstance(prompts, str) or (bool(prompts) and all(not isinstance(p, (str, list, tuple)) for p in prompts))
+    batch: list[Any] = [prompts] if single else list(prompts)
+    for prompt in batch:
+        if not isinstance(prompt, (str, list, tuple)):
+            raise TypeError(f"a prompt is a string or a list of token ids, got {prompt!r}")
+    texts = [prompt for prompt in batch if isinstance(prompt, str)]
+    if texts and tokenizer is None:
+        raise ValueError("text prompts need a tokenizer, and skip_tokenizer_init is set; pass token ids")
+    encoded = iter(tokenizer.encode(texts) if texts else [])
+    return [next(encoded) if isinstance(prompt, str) else list(prompt) for prompt in batch]
 
 
 def _unusable(directory: str, why: str) -> ValueError:

@@ -23,15 +23,8 @@ def _quantize_rows(y):
 
 @triton.jit
 def _silu_and_mul_kernel(
-    x_ptr,
-    out_ptr,
-    scale_ptr,
-    x_stride,
-    F,
-    BLOCK: tl.constexpr,
-    QUANTIZE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x_ptr, out_ptr, scale_ptr, x_stride, F, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """BLOCK outputs of one row, all of it with QUANTIZE; x is [N, 2F], out is [N, F]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -62,15 +55,8 @@ def silu_and_mul(x: torch.Tensor, overlap: bool = False, quantize: bool = False)
         block = triton.next_power_of_2(size) if quantize else min(_BLOCK, triton.next_power_of_2(size))
         grid = (rows.shape[0], triton.cdiv(size, block))
         _silu_and_mul_kernel[grid](
-            rows,
-            out,
-            scales if quantize else out,
-            rows.stride(0),
-            size,
-            BLOCK=block,
-            QUANTIZE=quantize,
-            OVERLAP=overlap,
-            num_warps=min(16, max(1, block // (512 if quantize else 256))),
+            rows, out, scales if quantize else out, rows.stride(0), size, BLOCK=block, QUANTIZE=quantize,
+            OVERLAP=overlap, num_warps=min(16, max(1, block // (512 if quantize else 256))),
             **({"launch_pdl": True} if overlap else {}),
-        )
+        )  # fmt: skip
     return (out, scales) if quantize else out

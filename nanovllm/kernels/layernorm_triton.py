@@ -28,23 +28,10 @@ def _quantize_rows(y):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    sum_ptr,
-    scale_ptr,
-    num_rows,
-    x_stride,
-    residual_stride,
-    eps,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    ADD: tl.constexpr,
-    QUANTIZE: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, scale_ptr, num_rows, x_stride, residual_stride, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, QUANTIZE: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """ROWS rows of [num_rows, D]; with ADD the sum x + residual is normalised, and stored too; with QUANTIZE the
     result is int8 with a scale a row."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
@@ -105,25 +92,10 @@ def _launch(
     block = triton.next_power_of_2(dim)
     per_program = max(1, _TILE // block) if num_rows >= _MANY_ROWS else 1
     _rms_norm_kernel[(triton.cdiv(num_rows, per_program),)](
-        rows,
-        other,
-        weight,
-        out,
-        total,
-        scales if quantize else out,
-        num_rows,
-        rows.stride(0),
-        other.stride(0),
-        eps,
-        D=dim,
-        BLOCK=block,
-        ROWS=per_program,
-        ADD=add,
-        QUANTIZE=quantize,
-        OVERLAP=overlap,
-        num_warps=min(16, max(1, block * per_program // 512)),
-        **({"launch_pdl": True} if overlap else {}),
-    )
+        rows, other, weight, out, total, scales if quantize else out, num_rows, rows.stride(0), other.stride(0), eps,
+        D=dim, BLOCK=block, ROWS=per_program, ADD=add, QUANTIZE=quantize, OVERLAP=overlap,
+        num_warps=min(16, max(1, block * per_program // 512)), **({"launch_pdl": True} if overlap else {}),
+    )  # fmt: skip
     return normed, total
 
 

@@ -79,31 +79,11 @@ def _block_ids(table_ptr, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit(do_not_specialize=["window", "table_stride"])
 def _decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    lse_ptr,
-    table_ptr,
-    context_ptr,
-    scale_log2,
-    window,
-    table_stride,
-    q_stride,
-    block_stride,
-    head_stride,
-    TOKEN_STRIDE: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, table_ptr, context_ptr, scale_log2, window, table_stride, q_stride,
+    block_stride, head_stride, TOKEN_STRIDE: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr, MIN_TILES: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One split of the keys for BLOCK_H heads of a group; grid (KV * tiles of a group, splits, S).
 
     q_ptr: [S, H, D], rows of D in order. out_ptr: [S, H, D], with SPLIT [S, H, splits, D] float32.
@@ -177,21 +157,10 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["window", "num_splits"])
 def _combine_kernel(
-    part_ptr,
-    lse_ptr,
-    out_ptr,
-    context_ptr,
-    window,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    part_ptr, lse_ptr, out_ptr, context_ptr, window, num_splits, HEAD_DIM: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    MIN_TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Mean of the splits that had keys, weighted by their sums; grid (H, S). A program reads 4 * D + 8 bytes a split
     and writes D numbers.
     """
@@ -271,39 +240,14 @@ def decode_attention(
         **({"launch_pdl": True} if overlap else {}),
     }
     _decode_kernel[(programs, splits, num_seqs)](
-        q,
-        k_cache,
-        v_cache,
-        part,
-        lse,
-        block_table,
-        context_lens,
-        scale * _LOG2_E,
-        window or 0,
-        block_table.stride(0),
-        q.stride(0),
-        k_cache.stride(0),
-        k_cache.stride(2),
-        TOKEN_STRIDE=k_cache.stride(1),
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        SPLIT=splits > 1,
-        BLOCK_H=block_h,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **shared,
-    )
+        q, k_cache, v_cache, part, lse, block_table, context_lens, scale * _LOG2_E, window or 0,
+        block_table.stride(0), q.stride(0), k_cache.stride(0), k_cache.stride(2), TOKEN_STRIDE=k_cache.stride(1),
+        GROUP=group, BLOCK_SIZE=block_size, SPLIT=splits > 1, BLOCK_H=block_h, num_warps=config.num_warps,
+        num_stages=config.num_stages, **shared,
+    )  # fmt: skip
     if splits > 1:
         _combine_kernel[(num_heads, num_seqs)](
-            part,
-            lse,
-            out,
-            context_lens,
-            window or 0,
-            splits,
-            MAX_SPLITS=_MAX_SPLITS,
-            CHUNK=4096 // shared["BLOCK_D"],
-            num_warps=4,
-            **shared,
-        )
+            part, lse, out, context_lens, window or 0, splits, MAX_SPLITS=_MAX_SPLITS,
+            CHUNK=4096 // shared["BLOCK_D"], num_warps=4, **shared,
+        )  # fmt: skip
     return out

@@ -16,28 +16,10 @@ _MANY_TOKENS = 512
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _qkv_kernel(
-    qkv_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    position_ptr,
-    slot_ptr,
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    num_tokens,
-    qkv_stride,
-    eps,
-    H: tl.constexpr,
-    KV: tl.constexpr,
-    D: tl.constexpr,
-    HALF_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    NORM: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, q_ptr, k_cache_ptr, v_cache_ptr,
+    num_tokens, qkv_stride, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """TOKENS tokens, HEADS neighbouring heads, which are all queries, all keys or all values: HEADS divides H and KV.
 
     A head is held as its two halves [TOKENS * HEADS, D / 2], the partners of the rotation.
@@ -125,28 +107,9 @@ def split_norm_rotate_write(
     half_block = triton.next_power_of_2(dim // 2)
     grid = (triton.cdiv(num_tokens, tokens), (num_heads + 2 * num_kv_heads) // heads)
     _qkv_kernel[grid](
-        qkv,
-        qkv if q_weight is None else q_weight,
-        qkv if k_weight is None else k_weight,
-        cos_table,
-        sin_table,
-        positions,
-        slot_mapping,
-        q,
-        k_cache,
-        v_cache,
-        num_tokens,
-        qkv.stride(0),
-        eps,
-        H=num_heads,
-        KV=num_kv_heads,
-        D=dim,
-        HALF_BLOCK=half_block,
-        TOKENS=tokens,
-        HEADS=heads,
-        NORM=q_weight is not None,
-        OVERLAP=overlap,
-        num_warps=min(8, max(1, tokens * heads * half_block // 512)),
-        **({"launch_pdl": True} if overlap else {}),
-    )
+        qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos_table, sin_table,
+        positions, slot_mapping, q, k_cache, v_cache, num_tokens, qkv.stride(0), eps, H=num_heads, KV=num_kv_heads,
+        D=dim, HALF_BLOCK=half_block, TOKENS=tokens, HEADS=heads, NORM=q_weight is not None, OVERLAP=overlap,
+        num_warps=min(8, max(1, tokens * heads * half_block // 512)), **({"launch_pdl": True} if overlap else {}),
+    )  # fmt: skip
     return q

@@ -82,20 +82,9 @@ def _finish(acc, w_scale_ptr, x_scale_ptr, b_ptr, n, m, N, num_rows, QUANTIZED: 
 
 @triton.jit
 def _vector_kernel(
-    x_ptr,
-    w_ptr,
-    x_scale_ptr,
-    w_scale_ptr,
-    b_ptr,
-    y_ptr,
-    N,
-    WORDS,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, b_ptr, y_ptr, N, WORDS, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_N columns of y for one row of x, with the next tile of W under way all the time.
 
     W comes as words of four numbers, int32 [N, K / 4], and x in step with it: int32 [K / 4] where it is int8, else
@@ -129,26 +118,10 @@ def _vector_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _tile_kernel(
-    x_ptr,
-    w_ptr,
-    x_scale_ptr,
-    w_scale_ptr,
-    b_ptr,
-    y_ptr,
-    num_rows,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    SPLIT_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    WHOLE_K: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, b_ptr, y_ptr, num_rows, N, K, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, GROUP: tl.constexpr,
+    WHOLE_K: tl.constexpr, QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """A tile [BLOCK_N, BLOCK_M] of y^T on the matrix units.
 
     K is cut twice: into SPLIT_K parts, one a program, whose sums y_ptr [SPLIT_K, M, N] then takes, unscaled; and a
@@ -200,19 +173,9 @@ def _tile_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _sum_kernel(
-    part_ptr,
-    x_scale_ptr,
-    w_scale_ptr,
-    b_ptr,
-    y_ptr,
-    num_rows,
-    N,
-    SPLIT_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    part_ptr, x_scale_ptr, w_scale_ptr, b_ptr, y_ptr, num_rows, N, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr,
+    QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """BLOCK columns of one row: the sum of its parts, in their order, then scales and bias."""
     m = tl.program_id(1)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]

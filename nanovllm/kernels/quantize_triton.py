@@ -43,14 +43,7 @@ def quantize_tokens(x: torch.Tensor, overlap: bool = False) -> tuple[torch.Tenso
     if out.numel():
         block = triton.next_power_of_2(size)
         _quantize_kernel[(rows.shape[0],)](
-            rows,
-            out,
-            scales,
-            rows.stride(0),
-            K=size,
-            BLOCK=block,
-            OVERLAP=overlap,
-            num_warps=min(16, max(1, block // 512)),
-            **({"launch_pdl": True} if overlap else {}),
-        )
+            rows, out, scales, rows.stride(0), K=size, BLOCK=block, OVERLAP=overlap,
+            num_warps=min(16, max(1, block // 512)), **({"launch_pdl": True} if overlap else {}),
+        )  # fmt: skip
     return out, scales
