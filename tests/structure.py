@@ -101,7 +101,7 @@ LAZY_IMPORTS = [
     ("kernels/choice.py", "twin", "*"),
     ("attention/__init__.py", "*", "attention/*.py"),
     ("models/registry.py", "*", "models/*.py"),
-    ("server/__init__.py", "main", "server/cli.py"),
+    ("server/__init__.py", "_run", "*"),
 ]
 
 

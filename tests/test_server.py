@@ -18,7 +18,7 @@ import uvicorn
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.server import cli
+from nanovllm.server import cli, run_batch
 from nanovllm.server.app import create_app
 from nanovllm.server.chat import ThinkSplitter
 from nanovllm.server.service import Service
@@ -441,3 +441,51 @@ def test_thinking_is_told_apart_however_it_is_cut(text, inside, reasoning, conte
     parts = [splitter.push(piece, final=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
     assert "".join(part[0] for part in parts) == reasoning
     assert "".join(part[1] for part in parts) == content
+
+
+# Batches
+
+
+def test_a_batch_is_answered_line_by_line_and_resumed(qwen3_path, tmp_path, capsys):
+    """One bad line gives one error line; a second run does what is left, also after a line that was cut off."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body, messages = {"model": "any", "temperature": 0, "max_tokens": 4}, [{"role": "user", "content": "x"}]
+    lines = [
+        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {**body, "prompt": "Hello"}},
+        {
+            "custom_id": "b",
+            "url": "/v1/chat/completions",
+            "body": {**body, "messages": messages},
+        },
+        {"custom_id": "c", "url": "/v1/completions", "body": {**body, "prompt": "x", "top_kk": 1}},
+        {"custom_id": "d", "url": "/v1/nowhere", "body": {}},
+    ]
+    source.write_text("\n".join([*map(json.dumps, lines), "{no json", ""]))
+    command = [
+        "-i",
+        str(source),
+        "-o",
+        str(target),
+        "--model",
+        qwen3_path,
+        "--device",
+        "cpu",
+        "--num-kvcache-blocks",
+        "64",
+    ]
+    command += ["--max-model-len", "256"]
+    assert run_batch.main(command) == 0
+    answers = {answer["id"]: answer for answer in map(json.loads, target.read_text().splitlines())}
+    assert [answers[f"batch-{n}"]["response"]["status_code"] for n in range(1, 6)] == [200, 200, 400, 400, 400]
+    assert answers["batch-1"]["response"]["body"]["usage"]["completion_tokens"] == 4
+    assert "top_kk" in answers["batch-3"]["error"]["message"] and "line 5" in answers["batch-5"]["error"]["message"]
+    assert answers["batch-5"]["custom_id"] is None
+
+    kept = [line for line in target.read_text().splitlines(True) if json.loads(line)["custom_id"] != "b"]
+    target.write_text("".join(kept) + '{"id": "batch-2", "custom_id": "b", "resp')
+    assert run_batch.main(command) == 0
+    again = target.read_text().splitlines()
+    assert len(again) == 6 and json.loads(again[-1])["custom_id"] == "b"
+    assert run_batch.main(command) == 0 and target.read_text().splitlines() == again
+    assert run_batch.main([*command[:4], "--model", "nowhere"]) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: ")

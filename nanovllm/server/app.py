@@ -18,16 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanovllm import __version__
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server import protocol
 from nanovllm.server.chat import render, start_chat
 from nanovllm.server.completions import start_completion
-from nanovllm.server.protocol import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    validation_error,
-)
+from nanovllm.server.protocol import ApiError, validation_error
 from nanovllm.server.service import Answer, Service
 
 _OPEN_PATH = "/health"
@@ -66,17 +60,17 @@ def create_app(service: Service, api_key: str | None = None, allowed_origins: tu
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
         return await respond(request, await start_completion(service, body))
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    async def chat_completions(body: protocol.ChatRequest, request: Request) -> Response:
         return await respond(request, await start_chat(service, body))
 
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: protocol.TokenizeRequest) -> Response:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "exactly one of prompt and messages is needed", "prompt")
@@ -87,7 +81,7 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
         return send_json({"count": len(tokens), "max_model_len": service.engine.max_model_len, "tokens": tokens})
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: protocol.DetokenizeRequest) -> Response:
         service.check_model(body.model)
         service.check_prompt(body.tokens, SamplingParams(), 0, "tokens")
         tokenizer = service.engine.tokenizer
@@ -97,13 +91,8 @@ def _add_token_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_state_routes(app: FastAPI, service: Service) -> None:
-    card = {
-        "id": service.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "nanovllm",
-        "max_model_len": service.engine.max_model_len,
-    }
+    card = {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "nanovllm"}
+    card["max_model_len"] = service.engine.max_model_len
 
     @app.get(_OPEN_PATH)
     async def health() -> Response:

@@ -51,11 +51,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--drain-seconds", type=float, default=30.0, help="how long SIGTERM waits for requests (default: %(default)s)"
     )
-    _add_engine_options(parser.add_argument_group("engine"))
+    add_engine_options(parser.add_argument_group("engine"))
     return parser
 
 
-def _add_engine_options(group: argparse._ArgumentGroup) -> None:
+def add_engine_options(group: argparse._ArgumentGroup) -> None:
+    """An option for each field of EngineConfig, with what its docstring says of it."""
     hints, texts = get_type_hints(EngineConfig), _field_texts()
     for field in fields(EngineConfig):
         hint = str(hints[field.name])
@@ -117,6 +118,16 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """What `add_engine_options` added, as the engine takes it.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    knobs = {field.name: getattr(args, field.name) for field in fields(EngineConfig)}
+    return EngineConfig.from_kwargs(knobs.pop("model"), **knobs)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket, bound before the model is loaded.
 
@@ -135,8 +146,7 @@ def serve(args: argparse.Namespace, sock: socket.socket) -> bool:
     Raises:
         ValueError: the engine's config is not allowed, or does not fit.
     """
-    knobs = {field.name: getattr(args, field.name) for field in fields(EngineConfig)}
-    engine = LLMEngine(EngineConfig.from_kwargs(knobs.pop("model"), **knobs))
+    engine = LLMEngine(engine_config(args))
     name = args.served_model_name or args.model
     service = Service(engine, name, not args.disable_default_logprobs, args.reasoning_parser is not None)
     app = create_app(service, args.api_key, tuple(args.allowed_origins))

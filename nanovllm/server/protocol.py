@@ -49,14 +49,8 @@ class ApiError(Exception):
         kind = {401: "authentication_error", 404: "not_found_error"}.get(status, "invalid_request_error")
         if len(message) > _MAX_MESSAGE:
             message = f"{message[: _MAX_MESSAGE // 2]} ... {message[-_MAX_MESSAGE // 2 :]}"
-        self.body = {
-            "error": {
-                "message": message,
-                "type": "server_error" if status >= 500 else kind,
-                "param": param,
-                "code": code,
-            }
-        }
+        told = {"message": message, "type": "server_error" if status >= 500 else kind, "param": param, "code": code}
+        self.body = {"error": told}
 
 
 def client_error(error: Exception, param: str | None, code: str | None = None) -> ApiError:
