@@ -15,7 +15,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-PACKAGE_LINES, FILE_LINES, FUNCTION_LINES, TRITON_FUNCTION_LINES, STEP_LINES = 7000, 400, 60, 120, 9
+# The library, and the extra on top of it: `server/` imports the library and nothing imports it.
+LIBRARY_LINES, SERVER_LINES = 7000, 1500
+FILE_LINES, FUNCTION_LINES, TRITON_FUNCTION_LINES, STEP_LINES = 400, 60, 120, 9
 
 RUNNERS = ("engine/model_runner.py", "engine/sansho_runner.py")
 SCHEDULER, TOKENIZER = "engine/scheduler.py", "engine/tokenizer.py"
@@ -328,9 +330,10 @@ def violations(rule, package):
 
 
 def package_lines(package):
-    """Lines that hold code, over all files: docstrings, comments and blank lines are free, or the budget would be kept
-    by explaining less. (tinygrad's line budget counts so too.)"""
-    return sum(len(_code_lines(module)) for module in package.values())
+    """Lines that hold code, of the library's files and of the server's: docstrings, comments and blank lines are free,
+    or the budget would be kept by explaining less. (tinygrad's line budget counts so too.)"""
+    server = sum(len(_code_lines(module)) for path, module in package.items() if path.startswith("server/"))
+    return sum(len(_code_lines(module)) for module in package.values()) - server, server
 
 
 def _code_lines(module):
