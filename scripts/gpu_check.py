@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +31,6 @@ QUANT_06B = ["bench_quant.py", "--load-format", "dummy", "--model", "qwen3-0.6b"
 QUANT_8B = ["bench_quant.py", "--load-format", "dummy", "--model", "qwen3-8b"]
 
 JOBS: dict[str, list[str]] = {
-    "tests": ["-m", "pytest", "-m", "gpu", "-q", "--durations=8"],
     "kernels": ["scripts/bench_kernels.py", "--compile"],
     "mixed": [*DUMMY, "--rounds", "3"],
     "decode_512": [*DUMMY, *fixed(512, 32, 512)],
@@ -46,6 +46,20 @@ JOBS: dict[str, list[str]] = {
     "quant_latency_8b": [*QUANT_8B, *fixed(1, 128, 512)],
     "quant_prefill_8b": [*QUANT_8B, "--profile", "prefill_heavy"],
 }
+
+
+# A process for each file with GPU tests, all at once: compiling kernels takes most of their time.
+TESTS = {
+    path.stem: ["-m", "pytest", "-m", "gpu", "-q", "--durations=5", str(path.relative_to(ROOT))]
+    for path in sorted((ROOT / "tests").glob("test_*.py"))
+    if "triton_tools" in path.read_text() or "mark.gpu" in path.read_text()
+}
+
+
+def run_tests(out: Path, timeout: float) -> list[dict]:
+    """Run all of TESTS side by side; results as of `run_job`."""
+    with ThreadPoolExecutor(len(TESTS)) as pool:
+        return list(pool.map(lambda name: run_job(name, TESTS[name], out, timeout), TESTS))
 
 
 def run_job(name: str, argv: list[str], out: Path, timeout: float) -> dict:
@@ -73,7 +87,7 @@ def run_job(name: str, argv: list[str], out: Path, timeout: float) -> dict:
 
 def row(result: dict) -> str:
     """One line of the table."""
-    head = f"{result['job']:<20}{'ok' if result['status'] == 0 else 'FAILED':<8}{result['seconds']:>7.1f} s  "
+    head = f"{result['job']:<25}{'ok' if result['status'] == 0 else 'FAILED':<8}{result['seconds']:>7.1f} s  "
     if "results" in result:  # of bench_quant.py, a line each
         return "\n".join([head, *(_quant_row(one) for one in result["results"])])
     if "tb_s" in result:  # of bench_kernels.py
@@ -100,20 +114,22 @@ def _quant_row(one: dict) -> str:
 def main() -> int:
     """Run the jobs; the exit status is 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS))
+    names = ["tests", *JOBS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--list", action="store_true", help="name the jobs and their commands")
     parser.add_argument("--timeout", type=float, default=400, help="seconds a job may take")
     args = parser.parse_args()
     if args.list:
-        for name, argv in JOBS.items():
-            print(f"{name:<20}{' '.join(argv)}")
+        for name, argv in (TESTS | JOBS).items():
+            print(f"{name:<25}{' '.join(argv)}")
         return 0
     out = Path(os.environ.get("OUT", ROOT / "gpu_check_out"))
     out.mkdir(parents=True, exist_ok=True)
     results = []
     for name in args.only:
-        results.append(run_job(name, JOBS[name], out, args.timeout))
-        print(row(results[-1]), flush=True)  # not all at the end: a call that is cut off shows what it had
+        done = [run_job(name, JOBS[name], out, args.timeout)] if name in JOBS else run_tests(out, args.timeout)
+        print("\n".join(map(row, done)), flush=True)  # not all at the end: a call that is cut off shows what it had
+        results += done
         (out / "results.json").write_text(json.dumps(results, indent=1))
     return int(any(result["status"] != 0 for result in results))
 
