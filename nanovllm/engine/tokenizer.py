@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import transformers  # its names are looked up on use: that imports most of it, which without a tokenizer nobody needs
 from jinja2.exceptions import TemplateError
-from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig
 
 from nanovllm.config import read_json
 
@@ -29,10 +29,11 @@ class Tokenizer:
         if not any((Path(directory) / name).is_file() for name in _VOCABULARIES):
             raise _unusable(directory, f"has none of {', '.join(_VOCABULARIES)}")  # transformers would make one up
         try:
-            config = Path(directory) / "config.json"
+            file = Path(directory) / "config.json"
             # transformers reads the model's config for a tokenizer, and stumbles over a model it does not know.
-            known = not config.is_file() or read_json(config).get("model_type") in CONFIG_MAPPING
-            self._hf = AutoTokenizer.from_pretrained(directory, **({} if known else {"config": PretrainedConfig()}))
+            known = not file.is_file() or read_json(file).get("model_type") in transformers.CONFIG_MAPPING
+            config = {} if known else {"config": transformers.PretrainedConfig()}
+            self._hf = transformers.AutoTokenizer.from_pretrained(directory, **config)
         except Exception as error:  # whatever the files hold, and whoever fails to read them
             raise _unusable(directory, f"cannot be loaded: {error}") from error
         self.eos_token_id: int | None = self._hf.eos_token_id
