@@ -15,11 +15,11 @@ def silu_and_mul_ref(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def silu_and_mul(x: torch.Tensor, quantize: bool = False) -> torch.Tensor | QuantizedActivation:
-    """`silu_and_mul_ref`, by a kernel where there is one, which rounds once, at the end; with `quantize` then
+def silu_and_mul(x: torch.Tensor, digits: int = 0) -> torch.Tensor | QuantizedActivation:
+    """`silu_and_mul_ref`, by a kernel where there is one, which rounds once, at the end; with `digits` then
     `quantize_tokens`, in the same pass."""
     kernel = twin("activation") if x.is_cuda else None
     if kernel is None:
-        return quantize_tokens_ref(silu_and_mul_ref(x)) if quantize else silu_and_mul_ref(x)
-    out = kernel.silu_and_mul(x, overlaps_launches(x.device), quantize)
-    return QuantizedActivation(*out, x.dtype) if quantize else out
+        return quantize_tokens_ref(silu_and_mul_ref(x), digits) if digits else silu_and_mul_ref(x)
+    out = kernel.silu_and_mul(x, overlaps_launches(x.device), digits)
+    return QuantizedActivation(*out, x.dtype) if digits else out

@@ -32,25 +32,23 @@ def add_rms_norm_ref(
     return rms_norm_ref(residual, weight, eps), residual
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, quantize: bool = False
-) -> torch.Tensor | QuantizedActivation:
-    """`rms_norm_ref`, by a kernel where there is one; with `quantize` then `quantize_tokens`, in the same pass."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, digits: int = 0) -> torch.Tensor | QuantizedActivation:
+    """`rms_norm_ref`, by a kernel where there is one; with `digits` then `quantize_tokens`, in the same pass."""
     kernel = twin("layernorm") if x.is_cuda else None
     if kernel is None:
         normed = rms_norm_ref(x, weight, eps)
-        return quantize_tokens_ref(normed) if quantize else normed
-    normed = kernel.rms_norm(x, weight, eps, overlaps_launches(x.device), quantize)
-    return QuantizedActivation(*normed, x.dtype) if quantize else normed
+        return quantize_tokens_ref(normed, digits) if digits else normed
+    normed = kernel.rms_norm(x, weight, eps, overlaps_launches(x.device), digits)
+    return QuantizedActivation(*normed, x.dtype) if digits else normed
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, quantize: bool = False
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, digits: int = 0
 ) -> tuple[torch.Tensor | QuantizedActivation, torch.Tensor]:
     """`add_rms_norm_ref`, likewise; both inputs are left as they were."""
     kernel = twin("layernorm") if x.is_cuda else None
     if kernel is None:
         normed, total = add_rms_norm_ref(x, residual, weight, eps)
-        return (quantize_tokens_ref(normed) if quantize else normed), total
-    normed, total = kernel.add_rms_norm(x, residual, weight, eps, overlaps_launches(x.device), quantize)
-    return (QuantizedActivation(*normed, x.dtype) if quantize else normed), total
+        return (quantize_tokens_ref(normed, digits) if digits else normed), total
+    normed, total = kernel.add_rms_norm(x, residual, weight, eps, overlaps_launches(x.device), digits)
+    return (QuantizedActivation(*normed, x.dtype) if digits else normed), total

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.kernels.choice import overlaps_launches, twin
-from nanovllm.kernels.quantize import QuantizedActivation
+from nanovllm.kernels.quantize import QuantizedActivation, quantize_tokens
 
 CONFIGS = Path(__file__).with_name("quant_linear_configs.json")
 FIELDS = {
@@ -29,7 +29,8 @@ BUCKETS = (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
 def int8_linear_ref(
     x: torch.Tensor, qweight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x (qweight * scales)^T + bias, accumulated and scaled in float32; shapes as in `int8_linear`."""
+    """x (qweight * scales)^T + bias, accumulated and scaled in float32; x holds floats, the rest is as in
+    `int8_linear`."""
     y = (x.float() @ qweight.float().T) * scales
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
@@ -48,13 +49,21 @@ def w8a8_linear_ref(
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
+def int8_linear_digits(num_rows: int, dtype: torch.dtype, qweight: torch.Tensor) -> int:
+    """To how many int8 digits `int8_linear` quantizes x [num_rows, K] of `dtype`; 0 where it multiplies floats."""
+    if not qweight.is_cuda or dtype.itemsize != 2 or twin("quant_linear") is None:
+        return 0
+    kernel = config_for("int8", num_rows, *qweight.shape, _capability(qweight.device))["kernel"]
+    return 0 if kernel == "dequantize" else 2
+
+
 def int8_linear(
-    x: torch.Tensor, qweight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor | QuantizedActivation, qweight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x times int8 weights with a scale per output channel.
 
     Args:
-        x: [M, K], 16- or 32-bit floats.
+        x: [M, K], 16- or 32-bit floats; or `int8_linear_digits` digits of them, where that is not 0.
         qweight: int8 [N, K].
         scales: float32 [N].
         bias: [N] or None.
@@ -66,30 +75,43 @@ def int8_linear(
         ValueError: for shapes or types that do not fit together.
     """
     _check(x, qweight, scales, bias)
-    kernel = twin("quant_linear") if x.is_cuda and x.element_size() == 2 else None
-    if kernel is None:
+    digits = int8_linear_digits(x.shape[0], x.dtype, qweight)
+    if digits:
+        x = x if isinstance(x, QuantizedActivation) else quantize_tokens(x, digits)
+        return _launch("int8", x.values, x.scales, qweight, scales, bias, x.dtype)
+    if not qweight.is_cuda or x.dtype.itemsize != 2 or twin("quant_linear") is None:
         return int8_linear_ref(x, qweight, scales, bias)
-    config = config_for("int8", x.shape[0], *qweight.shape, _capability(x.device))
-    return kernel.linear(x.contiguous(), None, qweight, scales, bias, x.dtype, config, overlaps_launches(x.device))
+    return _launch("int8", x.contiguous(), None, qweight, scales, bias, x.dtype)
 
 
 def w8a8_linear(
     x: QuantizedActivation, qweight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Quantized activations times int8 weights, summed in int32; arguments and errors as in `int8_linear`, the result
-    in x.dtype."""
+    """Quantized activations of one digit times int8 weights, summed in int32; arguments and errors as in
+    `int8_linear`, the result in x.dtype."""
     if x.values.dtype != torch.int8 or x.scales.shape != x.values.shape[:-1]:
         raise ValueError(
             f"w8a8_linear needs int8 values [M, K] with scales [M], got {x.values.dtype} {list(x.values.shape)} "
             f"with {list(x.scales.shape)}"
         )
-    _check(x.values, qweight, scales, bias)
-    values, kernel = x.values.contiguous(), twin("quant_linear") if qweight.is_cuda else None
-    if kernel is None:
+    _check(x, qweight, scales, bias)
+    if not qweight.is_cuda or twin("quant_linear") is None:
         return w8a8_linear_ref(x, qweight, scales, bias)
-    config = config_for("w8a8", values.shape[0], *qweight.shape, _capability(values.device))
-    overlap = overlaps_launches(values.device)
-    return kernel.linear(values, x.scales, qweight, scales, bias, x.dtype, config, overlap)
+    return _launch("w8a8", x.values.contiguous(), x.scales, qweight, scales, bias, x.dtype)
+
+
+def _launch(
+    method: str,
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    config = config_for(method, x.shape[0], *qweight.shape, _capability(x.device))
+    overlap = overlaps_launches(x.device)
+    return twin("quant_linear").linear(x, x_scales, qweight, scales, bias, dtype, config, overlap)
 
 
 def kernel_path(method: str, device: torch.device) -> str:
@@ -98,7 +120,7 @@ def kernel_path(method: str, device: torch.device) -> str:
         return "torch reference" if device.type != "cuda" else "torch reference: triton is not installed"
     table = chip_table(_capability(device))[method]
     slices = [m for m in BUCKETS if any(config[0] == "dequantize" for config in table[str(m)].values())]
-    name = {"int8": "Triton W8A16", "w8a8": "Triton W8A8, int8 matrix units"}[method]
+    name = {"int8": "Triton W8A16, activations as two int8 digits", "w8a8": "Triton W8A8, int8 matrix units"}[method]
     if not slices:
         return name
     below = max((m for m in BUCKETS if m < slices[0]), default=0)
@@ -139,12 +161,14 @@ def _config(method: str, bucket: int, n: int, k: int, capability: int) -> dict:
     return {"kernel": kernel, **dict(zip(FIELDS[kernel], numbers, strict=True))}
 
 
-def _check(x: torch.Tensor, qweight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check(
+    x: torch.Tensor | QuantizedActivation, qweight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> None:
     """ValueError unless the shapes fit: scales of [1, N] or [N, 1] would broadcast to something else."""
     if qweight.dtype != torch.int8 or qweight.dim() != 2 or not qweight.is_contiguous():
         raise ValueError(f"qweight must be int8 [N, K] and contiguous, got {qweight.dtype} {list(qweight.shape)}")
     n, k = qweight.shape
-    if x.dim() != 2 or x.shape[1] != k:
+    if len(x.shape) != 2 or x.shape[1] != k:
         raise ValueError(f"x must be [M, {k}] for qweight {[n, k]}, got {list(x.shape)}")
     if scales.shape != (n,) or scales.dtype != torch.float32:
         raise ValueError(f"scales must be float32 [{n}], got {scales.dtype} {list(scales.shape)}")

@@ -1,6 +1,6 @@
-"""Products with int8 weights. W is the left operand, y^T = W x^T: the matrix units' larger side is then N, and a few
-rows of x need little padding. int8 becomes 16-bit in registers, by magic numbers: a conversion has a quarter of their
-rate.
+"""Products of int8 weights and activations of one or two int8 digits. W is the left operand, y^T = W x^T: the matrix
+units' larger side is then N, and few rows of x need little padding. Two digits are two rows of x, side by side: what
+reads W once multiplies it twice.
 
 Bytes: N K for the weights, each read once if all rows of x fit into one tile; x, y and partial sums stay in L2.
 """
@@ -49,32 +49,28 @@ def _widen(w, dtype: tl.constexpr):
 
 
 @triton.jit
-def _exponent_byte(word, j: tl.constexpr):
-    """Byte j of int32 words below the exponent of 2^23, by one instruction."""
+def _dot4(a, b, acc):
+    """acc plus the product of four int8 in each word of a and b."""
     if _PTX:
-        choice = tl.zeros_like(word) + (0x7650 + j)
-        code: tl.constexpr = "prmt.b32 $0, $1, 0x4B000000, $2;"
-        return tl.inline_asm_elementwise(code, "=r,r,r", [word, choice], tl.int32, is_pure=True, pack=1)
+        code: tl.constexpr = "dp4a.s32.s32 $0, $1, $2, $3;"
+        return tl.inline_asm_elementwise(code, "=r,r,r,r", [a, b, acc], tl.int32, is_pure=True, pack=1)
     else:
-        return ((word >> (8 * j)) & 0xFF) | 0x4B000000
+        for j in tl.static_range(4):
+            acc += ((a << (24 - 8 * j)) >> 24) * ((b << (24 - 8 * j)) >> 24)
+        return acc
 
 
 @triton.jit
-def _number(x, j: tl.constexpr, dtype: tl.constexpr):
-    """The j-th of four 16-bit floats in an int64, as float32. A bf16 is the upper half of one: a shift or a mask."""
-    half = (x >> (32 * (j // 2))).to(tl.int32)
-    if dtype == tl.bfloat16:
-        return (half << 16 if j % 2 == 0 else half & -65536).to(tl.float32, bitcast=True)
-    else:
-        return (half >> (16 * (j % 2))).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+def _join(high, low):
+    """The float32 sum of what two digits gave; see `QuantizedActivation`."""
+    return high.to(tl.float32) + low.to(tl.float32) * (1.0 / 254.0)
 
 
 @triton.jit
-def _finish(acc, w_scale_ptr, x_scale_ptr, b_ptr, n, m, N, num_rows, QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _finish(acc, w_scale_ptr, x_scale_ptr, b_ptr, n, m, N, num_rows, HAS_BIAS: tl.constexpr):
     """Sums of columns n and rows m, of shapes that broadcast, with their scales and bias, in float32."""
     y = acc.to(tl.float32) * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)
-    if QUANTIZED:
-        y *= tl.load(x_scale_ptr + m, mask=m < num_rows, other=0.0)
+    y *= tl.load(x_scale_ptr + m, mask=m < num_rows, other=0.0)
     if HAS_BIAS:
         y += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     return y
@@ -83,16 +79,14 @@ def _finish(acc, w_scale_ptr, x_scale_ptr, b_ptr, n, m, N, num_rows, QUANTIZED: 
 @triton.jit
 def _vector_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, b_ptr, y_ptr, N, WORDS, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    DIGITS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_N columns of y for one row of x, with the next tile of W under way all the time.
-
-    W comes as words of four numbers, int32 [N, K / 4], and x in step with it: int32 [K / 4] where it is int8, else
-    int64.
-    """
+    """One program computes BLOCK_N columns of y for one row of x, with the next tile of W under way all the time. W and
+    x come as words of four numbers, int32 [N, K / 4] and [DIGITS, K / 4]."""
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     lanes = tl.arange(0, BLOCK_K // 4)[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_K // 4), dtype=tl.int32 if QUANTIZED else tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_K // 4), dtype=tl.int32)
+    low = tl.zeros((BLOCK_N, BLOCK_K // 4), dtype=tl.int32)
     w_rows = w_ptr + n.to(tl.int64) * WORDS
     # The weights do not depend on the kernel before: their first tile is on its way while that one ends.
     w = tl.load(w_rows + lanes, mask=(n < N) & (lanes < WORDS), other=0, eviction_policy="evict_first")
@@ -102,17 +96,14 @@ def _vector_kernel(
     for start in range(0, WORDS, BLOCK_K // 4):
         k = start + BLOCK_K // 4 + lanes
         following = tl.load(w_rows + k, mask=(n < N) & (k < WORDS), other=0, eviction_policy="evict_first")
-        x = tl.load(x_ptr + start + lanes, mask=start + lanes < WORDS, other=0)
-        for j in tl.static_range(4):
-            if QUANTIZED:
-                acc += ((w << (24 - 8 * j)) >> 24) * ((x << (24 - 8 * j)) >> 24)
-            else:
-                # 2^23 + (byte + 128) in float32, less the same: half of what a conversion costs.
-                byte = _exponent_byte(w ^ -2139062144, j).to(tl.float32, bitcast=True) - 8388736.0
-                acc += byte * _number(x, j, y_ptr.dtype.element_ty)
+        acc = _dot4(w, tl.load(x_ptr + start + lanes, mask=start + lanes < WORDS, other=0), acc)
+        if DIGITS == 2:
+            low = _dot4(w, tl.load(x_ptr + WORDS + start + lanes, mask=start + lanes < WORDS, other=0), low)
         w = following
     total = tl.sum(acc, axis=1)[:, None]
-    y = _finish(total, w_scale_ptr, x_scale_ptr, b_ptr, n, tl.zeros_like(n), N, 1, QUANTIZED, HAS_BIAS)
+    if DIGITS == 2:
+        total = _join(total, tl.sum(low, axis=1)[:, None])
+    y = _finish(total, w_scale_ptr, x_scale_ptr, b_ptr, n, tl.zeros_like(n), N, 1, HAS_BIAS)
     tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -120,12 +111,12 @@ def _vector_kernel(
 def _tile_kernel(
     x_ptr, w_ptr, x_scale_ptr, w_scale_ptr, b_ptr, y_ptr, num_rows, N, K, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, GROUP: tl.constexpr,
-    WHOLE_K: tl.constexpr, QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    WHOLE_K: tl.constexpr, DIGITS: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A tile [BLOCK_N, BLOCK_M] of y^T on the matrix units.
+    """A tile [BLOCK_N, BLOCK_M] of W x^T on the matrix units, x [num_rows, K] with DIGITS rows for each of y's.
 
-    K is cut twice: into SPLIT_K parts, one a program, whose sums y_ptr [SPLIT_K, M, N] then takes, unscaled; and a
-    step's tile into SLICES, one a warp, where N alone has too few rows to keep the warps busy.
+    K is cut twice: into SPLIT_K parts, one a program, whose sums y_ptr [SPLIT_K, num_rows / DIGITS, N] then takes,
+    unscaled; and a step's tile into SLICES, one a warp, where N alone has too few rows to keep the warps busy.
     """
     # Neighbouring programs share GROUP tiles of x and then of W, which L2 then holds.
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -133,7 +124,8 @@ def _tile_kernel(
     size = tl.minimum(tiles_m - group * GROUP, GROUP)
     within = tl.program_id(0) % (GROUP * tiles_n)
     n = within // size * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = (group * GROUP + within % size) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile_m = group * GROUP + within % size
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     lanes = tl.arange(0, BLOCK_K)
     STEP: tl.constexpr = SLICES * BLOCK_K
     steps = tl.cdiv(K, STEP * SPLIT_K)
@@ -141,16 +133,15 @@ def _tile_kernel(
     # Columns beyond N repeat the last, which costs no mask; rows beyond M are masked, which costs no bytes.
     w_rows = w_ptr + tl.minimum(n, N - 1).to(tl.int64) * K
     x_rows = x_ptr + m.to(tl.int64) * K
-    number: tl.constexpr = tl.int32 if QUANTIZED else tl.float32
     if SLICES == 1:
         w_rows, w_k = w_rows[:, None], lanes[None, :]
         x_rows, x_k, live = x_rows[None, :], lanes[:, None], (m < num_rows)[None, :]
-        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=number)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32)
     else:
         starts = (tl.arange(0, SLICES) * BLOCK_K)[:, None, None]
         w_rows, w_k = w_rows[None, :, None], starts + lanes[None, None, :]
         x_rows, x_k, live = x_rows[None, None, :], starts + lanes[None, :, None], (m < num_rows)[None, None, :]
-        acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M), dtype=number)
+        acc = tl.zeros((SLICES, BLOCK_N, BLOCK_M), dtype=tl.int32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -161,12 +152,17 @@ def _tile_kernel(
         else:
             w = tl.load(w_rows + (start + w_k), mask=start + w_k < K, other=0)
             x = tl.load(x_rows + (start + x_k), mask=live & (start + x_k < K), other=0)
-        acc = tl.dot(w if QUANTIZED else _widen(w, x_ptr.dtype.element_ty), x, acc, out_dtype=number)
+        acc = tl.dot(w, x, acc, out_dtype=tl.int32)
     if SLICES > 1:
         acc = tl.sum(acc, axis=0)
+    if DIGITS == 2:
+        high, low = tl.split(tl.reshape(acc, (BLOCK_N, BLOCK_M // 2, 2)))
+        acc = _join(high, low)
+        m = tile_m * (BLOCK_M // 2) + tl.arange(0, BLOCK_M // 2)
+        num_rows //= 2
     n, m = n[:, None], m[None, :]
     if SPLIT_K == 1:
-        acc = _finish(acc, w_scale_ptr, x_scale_ptr, b_ptr, n, m, N, num_rows, QUANTIZED, HAS_BIAS)
+        acc = _finish(acc, w_scale_ptr, x_scale_ptr, b_ptr, n, m, N, num_rows, HAS_BIAS)
     out = y_ptr + (tl.program_id(1) * num_rows + m).to(tl.int64) * N + n
     tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=(n < N) & (m < num_rows))
 
@@ -174,7 +170,7 @@ def _tile_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _sum_kernel(
     part_ptr, x_scale_ptr, w_scale_ptr, b_ptr, y_ptr, num_rows, N, SPLIT_K: tl.constexpr, BLOCK: tl.constexpr,
-    QUANTIZED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of one row: the sum of its parts, in their order, then scales and bias."""
     m = tl.program_id(1)
@@ -185,7 +181,7 @@ def _sum_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     parts = tl.load(part_ptr + (part * num_rows + m).to(tl.int64) * N + n, mask=n < N, other=0)
     total = tl.sum(parts, axis=0)[None, :]
-    y = _finish(total, w_scale_ptr, x_scale_ptr, b_ptr, n, tl.zeros_like(n) + m, N, num_rows, QUANTIZED, HAS_BIAS)
+    y = _finish(total, w_scale_ptr, x_scale_ptr, b_ptr, n, tl.zeros_like(n) + m, N, num_rows, HAS_BIAS)
     tl.store(y_ptr + m.to(tl.int64) * N + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -212,7 +208,8 @@ def linear(
     config: dict,
     overlap: bool = False,
 ) -> torch.Tensor:
-    """x [M, K], qweight [N, K], both contiguous, scales [N], bias [N] or None; x_scales [M] where x is int8.
+    """x [M, K], qweight [N, K], both contiguous, scales [N], bias [N] or None. x is int8 with x_scales [M], or
+    [M, 2, K] of two digits; "dequantize" alone takes 16-bit floats.
 
     config: "kernel" names one of the functions below, the rest are its tile sizes and Triton's options. overlap: start
     while the kernel before still runs (sm_90 and newer). Returns [M, N] in `dtype`.
@@ -220,7 +217,7 @@ def linear(
     y = torch.empty(x.shape[0], qweight.shape[0], dtype=dtype, device=x.device)
     if y.numel():
         options = {key: value for key, value in config.items() if key != "kernel"}
-        flags = {"QUANTIZED": x_scales is not None, "HAS_BIAS": bias is not None, "OVERLAP": overlap}
+        flags = {"HAS_BIAS": bias is not None, "OVERLAP": overlap}
         _RUNS[config["kernel"]](x, x_scales, qweight, scales, bias, y, options, flags)
     return y
 
@@ -233,22 +230,23 @@ def _vector(x, x_scales, qweight, scales, bias, y, options, flags):
     """M = 1 and K a multiple of 4, without matrix units."""
     n, k = qweight.shape
     options = {**options, "BLOCK_K": min(triton.next_power_of_2(k), options["BLOCK_K"])}
-    x, w = x.view(torch.int64 if x_scales is None else torch.int32), qweight.view(torch.int32)
+    operands = (x.view(torch.int32), qweight.view(torch.int32), x_scales, scales, bias, y, n, k // 4)
     grid = (triton.cdiv(n, options["BLOCK_N"]),)
-    _vector_kernel[grid](x, w, x_scales, scales, bias, y, n, k // 4, **options, **flags, **_pdl(flags))
+    _vector_kernel[grid](*operands, DIGITS=x.dim() - 1, **options, **flags, **_pdl(flags))
 
 
 def _tile(x, x_scales, qweight, scales, bias, y, options, flags):
     """Any M, on the matrix units; a second, small kernel adds up what SPLIT_K programs found."""
-    (rows, k), n, split = x.shape, qweight.shape[0], options["SPLIT_K"]
+    digits, split = x.dim() - 1, options["SPLIT_K"]
+    (n, k), rows, x_rows = qweight.shape, x.shape[0], x.shape[0] * digits
     out = y
     if split > 1:
-        kind = torch.float32 if x_scales is None else torch.int32
+        kind = torch.float32 if digits == 2 else torch.int32
         out = torch.empty(split, rows, n, dtype=kind, device=x.device)
     whole = k % (options["BLOCK_K"] * options["SLICES"] * split) == 0
-    grid = (triton.cdiv(rows, options["BLOCK_M"]) * triton.cdiv(n, options["BLOCK_N"]), split)
-    operands = (x, qweight, x_scales, scales, bias, out, rows, n, k)
-    _tile_kernel[grid](*operands, GROUP=8, WHOLE_K=whole, **options, **flags, **_pdl(flags))
+    grid = (triton.cdiv(x_rows, options["BLOCK_M"]) * triton.cdiv(n, options["BLOCK_N"]), split)
+    operands = (x, qweight, x_scales, scales, bias, out, x_rows, n, k)
+    _tile_kernel[grid](*operands, GROUP=8, WHOLE_K=whole, DIGITS=digits, **options, **flags, **_pdl(flags))
     if split > 1:
         grid = (triton.cdiv(n, 512), rows)
         operands = (out, x_scales, scales, bias, y, rows, n)

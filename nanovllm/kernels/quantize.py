@@ -10,9 +10,10 @@ from nanovllm.kernels.choice import overlaps_launches, twin
 
 
 class QuantizedActivation(NamedTuple):
-    """A batch of activations quantized token by token: x is about values * scales[:, None].
+    """A batch of activations x [T, K] quantized token by token: x is about values * scales[:, None], or with two digits
+    (values[:, 0] + values[:, 1] / 254) * scales[:, None].
 
-    values: int8 [T, K].
+    values: int8 [T, K], or [T, 2, K].
     scales: float32 [T].
     dtype: of the activation it stands for, and of the product computed from it.
     """
@@ -21,12 +22,20 @@ class QuantizedActivation(NamedTuple):
     scales: torch.Tensor
     dtype: torch.dtype
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of x."""
+        return (*self.scales.shape, self.values.shape[-1])
 
-def quantize_tokens_ref(x: torch.Tensor) -> QuantizedActivation:
-    """Symmetric int8 for each row: scale = largest magnitude / 127 in float32, rounded half to even.
+
+def quantize_tokens_ref(x: torch.Tensor, digits: int = 1) -> QuantizedActivation:
+    """Symmetric int8 for each row: scale = largest magnitude / 127 in float32, rounded half to even. A second digit
+    holds what the first leaves over, in steps of 1/254 of the scale: the error is then 1/65000 of the row's largest
+    number, where bfloat16's is 1/512 of each.
 
     Args:
         x: [T, K], any float dtype.
+        digits: 1 or 2.
 
     Returns:
         Values within +-127. A row of zeros gives zeros and the scale 1; a row with a NaN or an infinity has a NaN as
@@ -37,13 +46,16 @@ def quantize_tokens_ref(x: torch.Tensor) -> QuantizedActivation:
     # By a tensor: on a GPU torch divides by a number by multiplying with its rounded inverse.
     scales = (largest / torch.full_like(largest, 127.0)).clamp(min=torch.finfo(torch.float32).tiny)
     scales = torch.where(largest == 0, 1.0, torch.where(largest.isfinite(), scales, torch.nan))
-    values = (wide * (1 / scales)[..., None]).round().clamp(-127, 127).nan_to_num(0)
+    steps = (wide * (1 / scales)[..., None]).clamp(-127, 127).nan_to_num(0)
+    values = steps.round()
+    if digits == 2:
+        values = torch.stack((values, ((steps - values) * 254).round()), -2)
     return QuantizedActivation(values.to(torch.int8), scales, x.dtype)
 
 
-def quantize_tokens(x: torch.Tensor) -> QuantizedActivation:
+def quantize_tokens(x: torch.Tensor, digits: int = 1) -> QuantizedActivation:
     """`quantize_tokens_ref`, by a kernel where there is one."""
     kernel = twin("quantize") if x.is_cuda else None
     if kernel is None:
-        return quantize_tokens_ref(x)
-    return QuantizedActivation(*kernel.quantize_tokens(x, overlaps_launches(x.device)), x.dtype)
+        return quantize_tokens_ref(x, digits)
+    return QuantizedActivation(*kernel.quantize_tokens(x, digits, overlaps_launches(x.device)), x.dtype)

@@ -22,10 +22,10 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(
-        self, x: torch.Tensor, residual: torch.Tensor | None, quantize: bool = False
+        self, x: torch.Tensor, residual: torch.Tensor | None, digits: int = 0
     ) -> tuple[torch.Tensor | QuantizedActivation, torch.Tensor]:
-        """Normalise x + residual, and quantize that if asked to; returns it and the sum, the next residual. None stands
-        for no residual yet."""
+        """Normalise x + residual, and quantize that to `digits` if there are any; returns it and the sum, the next
+        residual. None stands for no residual yet."""
         if residual is None:
-            return rms_norm(x, self.weight, self.eps, quantize), x
-        return add_rms_norm(x, residual, self.weight, self.eps, quantize)
+            return rms_norm(x, self.weight, self.eps, digits), x
+        return add_rms_norm(x, residual, self.weight, self.eps, digits)

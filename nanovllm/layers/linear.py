@@ -43,10 +43,10 @@ class Linear(nn.Module):
             if dtype is not None
         }
 
-    @property
-    def quantizes_input(self) -> bool:
-        """Whether what produces the input had better quantize it."""
-        return self.method.quantizes_input
+    def input_digits(self, x: torch.Tensor | QuantizedActivation) -> int:
+        """To how many int8 digits the kernel that makes the input had better quantize it, 0 for none; `x` has the
+        input's dtype and number of rows."""
+        return self.method.input_digits(self, x.shape[0], x.dtype)
 
     def part(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """The rows of `param` (one of the parameters) that belong to projection `name`, as a view."""
@@ -65,8 +65,6 @@ class Linear(nn.Module):
 class GatedLinear(Linear):
     """Two projections [gate | up] of one input, and SwiGLU's activation of them (arXiv 2002.05202)."""
 
-    def forward(
-        self, x: torch.Tensor | QuantizedActivation, quantize: bool = False
-    ) -> torch.Tensor | QuantizedActivation:
-        """silu(gate) * up, [T, in_features] to [T, half of the parts]; quantized if its reader wants it so."""
-        return self.method.apply_gated(self, x, quantize)
+    def forward(self, x: torch.Tensor | QuantizedActivation, digits: int = 0) -> torch.Tensor | QuantizedActivation:
+        """silu(gate) * up, [T, in_features] to [T, half of the parts]; quantized to `digits` if there are any."""
+        return self.method.apply_gated(self, x, digits)

@@ -55,7 +55,7 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, options.mlp_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj(x, self.down_proj.quantizes_input))
+        return self.down_proj(self.gate_up_proj(x, self.down_proj.input_digits(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -75,9 +75,9 @@ class DecoderLayer(nn.Module):
         rotary: Rotary,
         cache: KVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm.add(x, residual, self.self_attn.qkv_proj.quantizes_input)
+        x, residual = self.input_layernorm.add(x, residual, self.self_attn.qkv_proj.input_digits(x))
         x = self.self_attn(x, rotary, cache)
-        x, residual = self.post_attention_layernorm.add(x, residual, self.mlp.gate_up_proj.quantizes_input)
+        x, residual = self.post_attention_layernorm.add(x, residual, self.mlp.gate_up_proj.input_digits(x))
         return self.mlp(x), residual
 
 

@@ -23,12 +23,10 @@ class LinearMethod:
     """How a Linear stores and multiplies its weights; this one in the model's dtype, others inherit. Each parameter has
     the output channels as its first dimension, so that projections packed into one matrix are rows of all of them.
 
-    name: as in `EngineConfig.quantization`. quantizes_input: whether `apply` wants a QuantizedActivation, made by the
-    kernel that produces x.
+    name: as in `EngineConfig.quantization`.
     """
 
     name: str | None = None
-    quantizes_input = False
 
     def parameters(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Shape and dtype (None: the model's) of each parameter for n output and k input channels."""
@@ -38,16 +36,21 @@ class LinearMethod:
         """By the last part of a tensor's name in the checkpoint: who puts it into `views`, one projection's rows."""
         return {"weight": copy_into(views["weight"])}
 
+    def input_digits(self, layer: nn.Module, num_rows: int, dtype: torch.dtype) -> int:
+        """How many int8 digits of each number `apply` wants of an input [num_rows, k] in `dtype`, a QuantizedActivation
+        made by the kernel that produces it; 0 for the numbers themselves."""
+        return 0
+
     def apply(self, layer: nn.Module, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
         """x W^T + b with the parameters of `layer`, [M, k] to [M, n]."""
         return linear(x, layer.weight, layer.bias)
 
     def apply_gated(
-        self, layer: nn.Module, x: torch.Tensor | QuantizedActivation, quantize: bool
+        self, layer: nn.Module, x: torch.Tensor | QuantizedActivation, digits: int
     ) -> torch.Tensor | QuantizedActivation:
-        """silu of the first half of `apply`'s columns times the other half; quantized if its reader wants it so."""
-        if quantize:
-            return silu_and_mul(self.apply(layer, x), quantize)
+        """silu of the first half of `apply`'s columns times the other half; quantized to `digits` if there are any."""
+        if digits:
+            return silu_and_mul(self.apply(layer, x), digits)
         return gated_linear(x, layer.weight, layer.bias)
 
 
@@ -81,10 +84,10 @@ class Int8Weights(LinearMethod):
         views[self.scales].copy_(scales)
 
     def apply_gated(
-        self, layer: nn.Module, x: torch.Tensor | QuantizedActivation, quantize: bool
+        self, layer: nn.Module, x: torch.Tensor | QuantizedActivation, digits: int
     ) -> torch.Tensor | QuantizedActivation:
         """As the other, in two launches."""
-        return silu_and_mul(self.apply(layer, x), quantize)
+        return silu_and_mul(self.apply(layer, x), digits)
 
     def dequantize(self, views: Views) -> torch.Tensor:
         """The float32 [n, k] weights that `views` stand for."""

@@ -15,7 +15,10 @@ class W8A8(Int8Weights):
 
     name = "w8a8"
     scales = "w_scales"
-    quantizes_input = True
+
+    def input_digits(self, layer: nn.Module, num_rows: int, dtype: torch.dtype) -> int:
+        """One, always."""
+        return 1
 
     def apply(self, layer: nn.Module, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
         """x W^T + b in x's dtype; what comes from attention is quantized here, the rest by the kernel that made it."""
