@@ -5,13 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.base import AttentionMetadata, KVCache
-from nanovllm.attention.window import Ring, window_attention
-from nanovllm.engine.sansho_batch import decode_window, prefill_window, snapshot_rows, state_segments
+from nanovllm.attention.base import KVCache
+from nanovllm.attention.window import Ring, WindowMetadata, window_attention
+from nanovllm.engine.sansho_batch import prefill_window, snapshot_rows, state_segments
 from nanovllm.engine.snapshots import Snapshots
 from nanovllm.engine.step import PrefillChunk
 from nanovllm.kernels.mamba_step import gated_norm_ref, mamba_read_ref, mamba_step_ref
-from nanovllm.kernels.paged_attention import decode_attention_ref
 from nanovllm.kernels.ssd import Segment, causal_conv_ref, ssd_ref
 from nanovllm.layers.mamba import _cut
 from nanovllm.models.sansho_reference import attention
@@ -154,19 +153,16 @@ def test_a_ring_is_a_window(window, block_size, cut):
     qkv = torch.randn(40, 64)
     expected = whole(qkv, window)
     ring = KVCache(*(torch.full((4 * size.num_blocks, block_size, 2, 8), torch.nan) for _ in range(2)))
-    table, device = size.table(4, 40, torch.device("cpu")), torch.device("cpu")
     for start in range(0, 20, cut):
         end = min(start + cut, 20)
         taken = [[(12, 1)] if start < 12 <= end else []]
-        step = prefill_window([chunk_of(2, start, end - start)], taken, size, device)
+        step = prefill_window([chunk_of(2, start, end - start)], taken, size, torch.device("cpu"))
         out = run(qkv[start:end], ring, step, torch.arange(start, end))
         torch.testing.assert_close(out, expected[start:end])
     for row, first in ((2, 20), (1, 12)):
         for position in range(first, 40):
-            at, lens = torch.tensor([position]), torch.tensor([position + 1], dtype=torch.int32)
-            meta = AttentionMetadata(at, None, None, None, lens, [1], [position + 1], True)
-            step = decode_window(torch.tensor([row]), at, meta, size, table)
-            out = run(qkv[at], ring, step, at)
+            at = torch.tensor([position])
+            out = run(qkv[at], ring, WindowMetadata(window, rows=torch.tensor([row])), at)
             torch.testing.assert_close(out[0], expected[position])
     untouched = [*range(size.num_blocks), *range(3 * size.num_blocks, 4 * size.num_blocks)]
     assert ring.k[untouched].isnan().all()
@@ -189,22 +185,6 @@ def from_ring(qkv, window):
     ring = KVCache(*(torch.zeros(size.num_blocks, 4, 2, 8) for _ in range(2)))
     step = prefill_window([chunk_of(0, 0, len(qkv))], [[]], size, torch.device("cpu"))
     return run(qkv, ring, step, torch.arange(len(qkv)))
-
-
-def test_first_and_last_block_of_a_window_may_be_one():
-    """Window 8 in a ring of two blocks of 4, at position 9: logical blocks 0, 1, 2 are physical blocks 0, 1, 0."""
-    size = Ring(8, 4)
-    table = size.table(1, 3, torch.device("cpu"))
-    assert table.tolist() == [[0, 1, 0]]
-    k, v, q = torch.randn(10, 2, 8), torch.randn(10, 2, 8), torch.randn(1, 4, 8)
-    cache = KVCache(*(torch.empty(2, 4, 2, 8) for _ in range(2)))
-    for position in range(10):
-        for tensor, values in zip(cache, (k, v), strict=True):
-            tensor.view(8, 2, 8)[position % 8] = values[position]
-    lens = torch.tensor([10], dtype=torch.int32)
-    out = decode_attention_ref(q, *cache, table, lens, 10, 8**-0.5, 8)
-    queries = torch.cat((torch.zeros(9, 4, 8), q))
-    torch.testing.assert_close(out.flatten(1)[0], attention(queries, k, v, 8)[9])
 
 
 def test_chunks_of_several_rows_do_not_mix():
