@@ -10,7 +10,7 @@ from nanovllm.attention.window import Ring, WindowMetadata, window_attention
 from nanovllm.engine.sansho_batch import prefill_window, snapshot_rows, state_segments
 from nanovllm.engine.snapshots import Snapshots
 from nanovllm.engine.step import PrefillChunk
-from nanovllm.kernels.mamba_step import gated_norm_ref, mamba_read_ref, mamba_step_ref
+from nanovllm.kernels.mamba_step import Drive, gated_norm_ref, mamba_conv_ref, mamba_read_ref
 from nanovllm.kernels.ssd import Segment, causal_conv_ref, ssd_ref
 from nanovllm.layers.mamba import _cut
 from nanovllm.models.sansho_reference import attention
@@ -81,28 +81,36 @@ def test_convolution_in_pieces(width, cuts):
 
 
 def test_a_step_is_a_scan_of_one_token():
-    """All layers of two rows at once, a padding row twice, and then what one layer reads."""
+    """Two rows and a padding row twice: all layers' convolutions at once, then layer by layer the states."""
     layers, channels = 3, H * P + G * N
     projected, rows = torch.randn(4, layers, channels + H), torch.tensor([2, 3, 0, 3])
     conv, states = torch.randn(4, layers, channels, 3), torch.randn(4, layers, H, P, N)
     weight, bias = torch.randn(layers, channels, 4), torch.randn(layers, channels)
     a_log, dt_bias, d = torch.randn(layers, H), torch.randn(layers, H), torch.randn(H)
     before = conv.clone(), states.clone()
-    x = mamba_step_ref(projected, rows, conv, states, weight, bias, a_log, dt_bias)
+    xb, dt = mamba_conv_ref(projected, rows, conv, weight, bias, dt_bias)
+    x, b = xb[..., : H * P].unflatten(-1, (H, P)), xb[..., H * P :].unflatten(-1, (G, N))
+    c = torch.randn(4, layers, G, N)
+    y = [
+        mamba_read_ref(x[:, i], Drive(b[:, i], dt[:, i], a_log[i]), states[:, i], rows, c[:, i], d)
+        for i in range(layers)
+    ]
     for i, row in ((0, 2), (2, 0)):
         for layer in range(layers):
             own, mine = before[0][row, layer][None].clone(), before[1][row, layer][None].clone()
             xb = causal_conv_ref(
                 projected[i, layer][None, :channels], weight[layer], bias[layer], own, [Segment(0, 1, 0, 0)]
             )
-            b, c = xb[:, H * P :].view(1, G, N), torch.randn(1, G, N)
-            dt = F.softplus(projected[i, layer, channels:] + dt_bias[layer])[None]
-            y = ssd_ref(xb[:, : H * P].view(1, H, P), dt, -a_log[layer].exp(), b, c, mine, [Segment(0, 1, 0, 0)], 8)
-            y = y + d[:, None] * xb[:, : H * P].view(1, H, P)
+            own_x, own_b = xb[:, : H * P].view(1, H, P), xb[:, H * P :].view(1, G, N)
+            own_dt = F.softplus(projected[i, layer, channels:] + dt_bias[layer])[None]
+            own_c = c[i, layer][None]
+            expected = ssd_ref(own_x, own_dt, -a_log[layer].exp(), own_b, own_c, mine, [Segment(0, 1, 0, 0)], 8)
+            expected = expected + d[:, None] * own_x
             torch.testing.assert_close(conv[row, layer], own[0])
             torch.testing.assert_close(states[row, layer], mine[0])
-            found = mamba_read_ref(x[i : i + 1, layer], states[:, layer], rows[i : i + 1], c, d)
-            torch.testing.assert_close(found, y)
+            torch.testing.assert_close(y[layer][i], expected[0])
+            again = mamba_read_ref(own_x, None, states[:, layer], rows[i : i + 1], own_c, d)
+            torch.testing.assert_close(again, expected)
     assert torch.equal(states[1], before[1][1])
     assert torch.equal(conv[1], before[0][1])
 
