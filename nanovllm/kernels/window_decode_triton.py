@@ -32,19 +32,9 @@ def _load_tile(
     live = (slot < SIZE) & (age > 0) & (age < window) & (age <= position)
     mask = live & (dims < D)
     offsets = slot * (KV * D) + dims
-    return tl.load(k_ptr + offsets, mask=mask, other=0.0), tl.load(v_ptr + offsets, mask=mask, other=0.0), live
-
-
-@triton.jit
-def _turned(x_ptr, dims, partner, mask, weight, partner_weight, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Heads after norm and rotary, float32."""
-    x = tl.load(x_ptr + dims, mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(x_ptr + partner, mask=mask, other=0.0).to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = x * scale * weight
-        other = other * scale * partner_weight
-    return x * cos + other * sin
+    # Values first: keys are stored to shared memory as soon as they are there, and nothing is loaded meanwhile.
+    v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    return tl.load(k_ptr + offsets, mask=mask, other=0.0), v, live
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -53,48 +43,51 @@ def _window_decode_kernel(
     eps, scale_log2, window, SIZE: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The GROUP queries of one KV head of one row; grid (KV, R)."""
+    """The GROUP queries of one KV head of one row, and its new key as one more row of the same tile; grid (KV, R)."""
     kv_head, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = tl.load(position_ptr + i)
     ring = (tl.load(rows_ptr + i) * (SIZE * KV) + kv_head) * D
     k_ptr += ring
     v_ptr += ring
-    k, v, live = _load_tile(k_ptr, v_ptr, 0, position, window, SIZE, KV, D, BLOCK_N, BLOCK_D)
+    head = tl.arange(0, BLOCK_H)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
     partner = tl.where(dims < D // 2, dims + D // 2, dims - D // 2)
     in_head = dims < D
+    is_q, is_k = (head < GROUP) & in_head, (head == GROUP) & in_head
     cos = tl.load(cos_ptr + position * D + dims, mask=in_head, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + position * D + dims, mask=in_head, other=0.0).to(tl.float32)
-    q_weight, q_partner, k_weight, k_partner = cos, cos, cos, cos  # not used without a norm
     if NORM:
-        q_weight = tl.load(q_weight_ptr + dims, mask=in_head, other=0.0).to(tl.float32)
-        q_partner = tl.load(q_weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)
-        k_weight = tl.load(k_weight_ptr + dims, mask=in_head, other=0.0).to(tl.float32)
-        k_partner = tl.load(k_weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)
+        weight = tl.load(q_weight_ptr + dims, mask=is_q, other=0.0)
+        weight += tl.load(k_weight_ptr + dims, mask=is_k, other=0.0)
+        other_weight = tl.load(q_weight_ptr + partner, mask=is_q, other=0.0)
+        other_weight += tl.load(k_weight_ptr + partner, mask=is_k, other=0.0)
+    k, v, live = _load_tile(k_ptr, v_ptr, 0, position, window, SIZE, KV, D, BLOCK_N, BLOCK_D)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
     dtype = out_ptr.dtype.element_ty
-    head = tl.arange(0, BLOCK_H)[:, None]
-    mask = (head < GROUP) & in_head
-    qkv_ptr += i * qkv_stride + kv_head * D
-    q_ptr = qkv_ptr + (kv_head * (GROUP - 1) + head) * D
-    q = _turned(q_ptr, dims, partner, mask, q_weight, q_partner, cos, sin, eps, D, NORM).to(dtype)
-    own_k = _turned(
-        qkv_ptr + KV * GROUP * D, dims, partner, in_head, k_weight, k_partner, cos, sin, eps, D, NORM
-    ).to(dtype)  # fmt: skip
-    own_v = tl.load(qkv_ptr + KV * (GROUP + 1) * D + dims, mask=in_head, other=0.0)
+    qkv_ptr += i * qkv_stride
+    source = qkv_ptr + tl.where(head < GROUP, kv_head * GROUP + head, KV * GROUP + kv_head) * D
+    x = tl.load(source + dims, mask=is_q | is_k, other=0.0).to(tl.float32)
+    other = tl.load(source + partner, mask=is_q | is_k, other=0.0).to(tl.float32)
+    own_v = tl.load(qkv_ptr + (KV * (GROUP + 1) + kv_head) * D + dims, mask=in_head, other=0.0)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = x * scale * weight.to(tl.float32)
+        other = other * scale * other_weight.to(tl.float32)
+    heads = (x * cos + other * sin).to(dtype)
     slot = position % SIZE * (KV * D)
-    tl.store(k_ptr + slot + dims, own_k, mask=in_head)
+    tl.store(k_ptr + slot + dims + tl.zeros_like(head), heads, mask=is_k)
     tl.store(v_ptr + slot + dims, own_v, mask=in_head)
 
     # Softmax begins with the token's own key, from registers: what was just stored nobody here reads.
-    top = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale_log2
+    own = tl.dot(heads, tl.trans(heads), input_precision="ieee")
+    top = tl.sum(tl.where(tl.arange(0, BLOCK_H)[None, :] == GROUP, own, 0.0), 1) * scale_log2
     total = tl.full([BLOCK_H], 1.0, tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32) + own_v.to(tl.float32)
     for start in range(0, SIZE, BLOCK_N):
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.dot(heads, tl.trans(k), input_precision="ieee") * scale_log2
         scores = tl.where(tl.trans(live), scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         p = tl.exp2(scores - new_top[:, None])
@@ -106,7 +99,7 @@ def _window_decode_kernel(
             k, v, live = _load_tile(k_ptr, v_ptr, start + BLOCK_N, position, window, SIZE, KV, D, BLOCK_N, BLOCK_D)
     acc = acc / total[:, None]
     out_ptr += (i * (tl.num_programs(0) * GROUP) + kv_head * GROUP + head) * D
-    tl.store(out_ptr + dims, acc.to(dtype), mask=mask)
+    tl.store(out_ptr + dims, acc.to(dtype), mask=is_q)
 
 
 def window_decode(
@@ -133,7 +126,7 @@ def window_decode(
         _window_decode_kernel[(kv_heads, len(qkv))](
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos_table, sin_table,
             positions, k_ring, v_ring, rows, out, qkv.stride(0), eps, dim**-0.5 * _LOG2_E, window, SIZE=size,
-            KV=kv_heads, GROUP=group, D=dim, BLOCK_H=max(16, triton.next_power_of_2(group)), BLOCK_D=block_d,
+            KV=kv_heads, GROUP=group, D=dim, BLOCK_H=max(16, triton.next_power_of_2(group + 1)), BLOCK_D=block_d,
             BLOCK_N=block_n, NORM=q_weight is not None, OVERLAP=overlap, num_warps=8 if block_n >= 128 else 4,
             num_stages=1, **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
