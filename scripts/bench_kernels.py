@@ -1,8 +1,9 @@
-"""What share of the card's copy bandwidth the memory-bound kernels reach, in the shapes of Qwen3-0.6B.
+"""What share of the card's copy bandwidth the memory-bound kernels reach, in the shapes of Qwen3-0.6B or Sansho-500m.
 
 python scripts/bench_kernels.py                # attention of 256 sequences, the others at 8192 tokens
 python scripts/bench_kernels.py --tokens 512
 python scripts/bench_kernels.py --compile      # beside what torch.compile makes of the references
+python scripts/bench_kernels.py --sansho --num-seqs 64    # what a decode step of Sansho adds to these, beside torch's
 """
 
 import argparse
@@ -13,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from nanovllm.kernels import mamba_step, window_decode
 from nanovllm.kernels.activation import silu_and_mul, silu_and_mul_ref
 from nanovllm.kernels.layernorm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from nanovllm.kernels.paged_attention import decode_attention
@@ -50,8 +52,8 @@ def microseconds(runs: list[Callable[[], object]]) -> float:
 
 
 def copies(make: Callable[[], Callable[[], object]], num_bytes: int) -> list[Callable[[], object]]:
-    """As many runs with inputs of their own as it takes to leave L2 behind."""
-    return [make() for _ in range(max(2, ROTATED_BYTES // num_bytes))]
+    """As many runs with inputs of their own as it takes to leave L2 behind, a thousand at most."""
+    return [make() for _ in range(min(1000, max(2, ROTATED_BYTES // num_bytes)))]
 
 
 def norm_case(tokens: int, add: bool, norm: Callable = rms_norm, add_norm: Callable = add_rms_norm) -> Case:
@@ -123,6 +125,60 @@ def attention_case(num_seqs: int, context: int) -> Case:
     return 2 * 2 * num_seqs * context * KV_HEADS * HEAD_DIM, make
 
 
+def window_case(num_seqs: int, run: Callable) -> Case:
+    """As `norm_case`: one layer, full windows of 256 keys."""
+    heads, kv_heads, dim, window = 12, 3, 64, 256
+    cos, sin, weight = random(2 * window, dim), random(2 * window, dim), random(dim)
+    rows = torch.arange(num_seqs, device="cuda")
+    positions = window + rows % window
+
+    def make() -> Callable:
+        qkv, rings = random(num_seqs, (heads + 2 * kv_heads) * dim), random(2, num_seqs, window, kv_heads, dim)
+        return lambda: run(qkv, weight, weight, 1e-5, cos, sin, positions, *rings, rows, window)
+
+    return 2 * 2 * num_seqs * window * kv_heads * dim, make
+
+
+def mamba_cases(num_seqs: int, conv: Callable, read: Callable, norm: Callable) -> dict[str, Case]:
+    """As `norm_case`: the convolutions of 16 layers, then the states and the norm of one."""
+    layers, heads, dim, size, width = 16, 24, 64, 128, 4
+    inner, channels = heads * dim, heads * dim + size
+    rows, factor = torch.arange(num_seqs, device="cuda"), torch.rand(layers, heads, device="cuda")
+    weight, bias = random(layers, channels, width), random(layers, channels)
+
+    def make_conv() -> Callable:
+        projected, states = random(num_seqs, layers, channels + heads), random(num_seqs, layers, channels, width - 1)
+        return lambda: conv(projected, rows, states, weight, bias, factor)
+
+    def make_read() -> Callable:
+        x, b, c = random(num_seqs, heads, dim), random(num_seqs, 1, size), random(num_seqs, 1, size)
+        states = torch.randn(num_seqs, heads, dim, size, device="cuda")
+        drive = mamba_step.Drive(b, torch.rand(num_seqs, heads, device="cuda"), factor[0])
+        return lambda: read(x, drive, states, rows, c, factor[1])
+
+    def make_norm() -> Callable:
+        y, z = torch.randn(num_seqs, inner, device="cuda"), random(num_seqs, inner)
+        return lambda: norm(y, z, weight.flatten()[:inner], 1e-5, 1)
+
+    num_bytes = 2 * num_seqs * layers * (2 * channels * width + heads) + 2 * layers * channels * (width + 1)
+    return {
+        "mamba_conv": (num_bytes, make_conv),
+        "mamba_read": (2 * 4 * num_seqs * inner * size, make_read),
+        "gated_norm": (8 * num_seqs * inner, make_norm),
+    }
+
+
+def sansho_cases(num_seqs: int) -> dict[str, Case]:
+    """Kernels and references."""
+    cases = {"window_decode": window_case(num_seqs, window_decode.window_decode)}
+    cases |= mamba_cases(num_seqs, mamba_step.mamba_conv, mamba_step.mamba_read, mamba_step.gated_norm)
+    torch_cases = {"window_decode": window_case(num_seqs, window_decode.window_decode_ref)}
+    torch_cases |= mamba_cases(
+        num_seqs, mamba_step.mamba_conv_ref, mamba_step.mamba_read_ref, mamba_step.gated_norm_ref
+    )
+    return cases | {f"{name}, torch": case for name, case in torch_cases.items()}
+
+
 def copy_case() -> Case:
     """The roof: bytes read and written by a kernel that computes nothing worth the name."""
 
@@ -140,15 +196,20 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--sansho", action="store_true", help="the kernels of its decode step in place of these")
     args = parser.parse_args()
-    cases = {
-        "copy": copy_case(),
-        "rms_norm": norm_case(args.tokens, add=False),
-        "add_rms_norm": norm_case(args.tokens, add=True),
-        "silu_and_mul": silu_case(args.tokens),
-        "split_norm_rotate_write": qkv_case(args.tokens),
-        "decode_attention": attention_case(args.num_seqs, args.context),
-    }
+    cases = {"copy": copy_case()}
+    cases |= (
+        sansho_cases(args.num_seqs)
+        if args.sansho
+        else {
+            "rms_norm": norm_case(args.tokens, add=False),
+            "add_rms_norm": norm_case(args.tokens, add=True),
+            "silu_and_mul": silu_case(args.tokens),
+            "split_norm_rotate_write": qkv_case(args.tokens),
+            "decode_attention": attention_case(args.num_seqs, args.context),
+        }
+    )
     if args.compile:
         cases |= compiled_cases(args.tokens)
     result = {}

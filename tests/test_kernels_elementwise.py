@@ -126,13 +126,15 @@ def with_caches(run, case):
 
 def exact_qkv(rows, heads, kv_heads, q_weight, k_weight, eps, cos, sin, positions, k_cache, v_cache, slots):
     """The fused step in float64, pair by pair."""
-    dim = cos.shape[1]
+    dim = k_cache.shape[-1]
     q, k, v = rows.double().unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), 1)
     if q_weight is not None:
         q, k = exact_norm(q, q_weight), exact_norm(k, k_weight)
-    c, s = (table[positions, None, dim // 2 :].double() for table in (cos, sin))
+    c, s = (0, 0) if cos is None else (table[positions, None, dim // 2 :].double() for table in (cos, sin))
 
     def turned(x):
+        if cos is None:
+            return x
         a, b = x.chunk(2, -1)
         return torch.cat((a * c - b * s, b * c + a * s), -1)
 
@@ -160,6 +162,21 @@ def test_split_norm_rotate_write(device, shape, dtype, norm):
     for got, rival, exact in zip(ours, rivals, exact_qkv(*case), strict=True):
         assert_as_good(got, rival, exact)
     assert torch.equal(ours[2].nan_to_num(9), rivals[2].nan_to_num(9))  # values are copied
+
+
+@on_each_device
+@pytest.mark.parametrize("tokens", [5, 63])
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no_norm"])
+def test_keys_and_values_alone(device, tokens, norm):
+    """No queries and no rotation: what a cache takes that other layers query."""
+    case = qkv_case(tokens, 0, 3, 64, torch.bfloat16, device, norm)
+    case[6:9] = None, None, None
+    with nan_filled():
+        ours = with_caches(qkv_triton.split_norm_rotate_write, case)
+    rivals = with_caches(qkv.split_norm_rotate_write_ref, case)
+    for got, rival, exact in zip(ours, rivals, exact_qkv(*case), strict=True):
+        assert_as_good(got, rival, exact)
+    assert torch.equal(ours[2].nan_to_num(9), rivals[2].nan_to_num(9))
 
 
 @pytest.mark.parametrize("norm", [True, False], ids=["norm", "no_norm"])
@@ -231,10 +248,12 @@ def launches_of(op):
             x = z(tokens, hidden, dtype=torch.bfloat16)
             case = qkv_case(0, 16, 8, dim, torch.bfloat16, "cpu")
             case[0] = z(tokens, 32 * dim, dtype=torch.bfloat16)
+            kv_case = [case[0], 0, 3, *case[3:6], None, None, None, *case[9:]]
             runs = {
                 "rms_norm": (layernorm_triton, layernorm_triton.rms_norm, (x, x[0], EPS)),
                 "add_rms_norm": (layernorm_triton, layernorm_triton.add_rms_norm, (x, x, x[0], EPS)),
                 "qkv": (qkv_triton, qkv_triton.split_norm_rotate_write, case),
+                "kv": (qkv_triton, qkv_triton.split_norm_rotate_write, kv_case),
                 "silu_and_mul": (activation_triton, activation_triton.silu_and_mul, (x,)),
             }
             module, run, arguments = runs[op]
@@ -242,7 +261,7 @@ def launches_of(op):
 
 
 @COMPILED
-@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "qkv", "silu_and_mul"])
+@pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "qkv", "kv", "silu_and_mul"])
 def test_compiles(op, interpreter):
     check_compiles([(launch, chip) for chips, launches in launches_of(op) for launch in launches for chip in chips])
 

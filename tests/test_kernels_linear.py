@@ -1,6 +1,8 @@
 """A few rows times a matrix of weights: kernel against torch; and every kernel that may start before its predecessor
 has ended compiles that way too."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from triton_tools import COMPILED, DEVICES, SHARED_MEMORY, assert_as_good, check_compiles, interpreted, record_launches
@@ -89,6 +91,16 @@ def launches(overlap):
         ],
     }
     return [launch for module, call in calls.items() for launch in record_launches(module, call)]
+
+
+@pytest.mark.parametrize("path", sorted(Path(linear.__file__).parent.glob("*_triton.py")), ids=lambda path: path.stem)
+def test_successors_start_when_the_predecessor_has_ended(path):
+    """No kernel lets the next one start before it has itself waited for the one before. So whatever is older than the
+    launch ahead is complete when a kernel starts, and may be read, or written, without waiting."""
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    starts = [i for i, line in enumerate(lines) if "gdc_launch_dependents" in line]
+    assert all("gdc_wait" in lines[i - 1] for i in starts)
+    assert len(starts) == sum("gdc_wait" in line for line in lines)
 
 
 @COMPILED

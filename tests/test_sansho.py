@@ -234,9 +234,7 @@ def test_padding_touches_no_row(make_llm, sansho_path):
         pages = [
             index for row in live for index in range(row * runner.ring.num_blocks, (row + 1) * runner.ring.num_blocks)
         ]
-        found.append(
-            [logits[own], k[:-1], v[:-1], *(ring[:, pages] for ring in rings), conv[live], ssm[live], lens[live]]
-        )
+        found.append([logits[own], k, v, *(ring[:, pages] for ring in rings), conv[live], ssm[live], lens[live]])
         assert not k[runner.num_blocks].any() and not v[runner.num_blocks].any()
         assert logits.isfinite().all()
     for alone, padded in zip(*found, strict=True):

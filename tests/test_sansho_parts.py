@@ -5,13 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.attention.base import AttentionMetadata, KVCache
-from nanovllm.attention.window import Ring, window_attention
-from nanovllm.engine.sansho_batch import decode_window, prefill_window, snapshot_rows, state_segments
+from nanovllm.attention.base import KVCache
+from nanovllm.attention.window import Ring, WindowMetadata, window_attention
+from nanovllm.engine.sansho_batch import prefill_window, snapshot_rows, state_segments
 from nanovllm.engine.snapshots import Snapshots
 from nanovllm.engine.step import PrefillChunk
-from nanovllm.kernels.mamba_step import gated_norm_ref, mamba_read_ref, mamba_step_ref
-from nanovllm.kernels.paged_attention import decode_attention_ref
+from nanovllm.kernels.mamba_step import Drive, gated_norm_ref, mamba_conv_ref, mamba_read_ref
 from nanovllm.kernels.ssd import Segment, causal_conv_ref, ssd_ref
 from nanovllm.layers.mamba import _cut
 from nanovllm.models.sansho_reference import attention
@@ -82,28 +81,36 @@ def test_convolution_in_pieces(width, cuts):
 
 
 def test_a_step_is_a_scan_of_one_token():
-    """All layers of two rows at once, a padding row twice, and then what one layer reads."""
+    """Two rows and a padding row twice: all layers' convolutions at once, then layer by layer the states."""
     layers, channels = 3, H * P + G * N
     projected, rows = torch.randn(4, layers, channels + H), torch.tensor([2, 3, 0, 3])
     conv, states = torch.randn(4, layers, channels, 3), torch.randn(4, layers, H, P, N)
     weight, bias = torch.randn(layers, channels, 4), torch.randn(layers, channels)
     a_log, dt_bias, d = torch.randn(layers, H), torch.randn(layers, H), torch.randn(H)
     before = conv.clone(), states.clone()
-    x = mamba_step_ref(projected, rows, conv, states, weight, bias, a_log, dt_bias)
+    xb, dt = mamba_conv_ref(projected, rows, conv, weight, bias, dt_bias)
+    x, b = xb[..., : H * P].unflatten(-1, (H, P)), xb[..., H * P :].unflatten(-1, (G, N))
+    c = torch.randn(4, layers, G, N)
+    y = [
+        mamba_read_ref(x[:, i], Drive(b[:, i], dt[:, i], a_log[i]), states[:, i], rows, c[:, i], d)
+        for i in range(layers)
+    ]
     for i, row in ((0, 2), (2, 0)):
         for layer in range(layers):
             own, mine = before[0][row, layer][None].clone(), before[1][row, layer][None].clone()
             xb = causal_conv_ref(
                 projected[i, layer][None, :channels], weight[layer], bias[layer], own, [Segment(0, 1, 0, 0)]
             )
-            b, c = xb[:, H * P :].view(1, G, N), torch.randn(1, G, N)
-            dt = F.softplus(projected[i, layer, channels:] + dt_bias[layer])[None]
-            y = ssd_ref(xb[:, : H * P].view(1, H, P), dt, -a_log[layer].exp(), b, c, mine, [Segment(0, 1, 0, 0)], 8)
-            y = y + d[:, None] * xb[:, : H * P].view(1, H, P)
+            own_x, own_b = xb[:, : H * P].view(1, H, P), xb[:, H * P :].view(1, G, N)
+            own_dt = F.softplus(projected[i, layer, channels:] + dt_bias[layer])[None]
+            own_c = c[i, layer][None]
+            expected = ssd_ref(own_x, own_dt, -a_log[layer].exp(), own_b, own_c, mine, [Segment(0, 1, 0, 0)], 8)
+            expected = expected + d[:, None] * own_x
             torch.testing.assert_close(conv[row, layer], own[0])
             torch.testing.assert_close(states[row, layer], mine[0])
-            found = mamba_read_ref(x[i : i + 1, layer], states[:, layer], rows[i : i + 1], c, d)
-            torch.testing.assert_close(found, y)
+            torch.testing.assert_close(y[layer][i], expected[0])
+            again = mamba_read_ref(own_x, None, states[:, layer], rows[i : i + 1], own_c, d)
+            torch.testing.assert_close(again, expected)
     assert torch.equal(states[1], before[1][1])
     assert torch.equal(conv[1], before[0][1])
 
@@ -154,19 +161,16 @@ def test_a_ring_is_a_window(window, block_size, cut):
     qkv = torch.randn(40, 64)
     expected = whole(qkv, window)
     ring = KVCache(*(torch.full((4 * size.num_blocks, block_size, 2, 8), torch.nan) for _ in range(2)))
-    table, device = size.table(4, 40, torch.device("cpu")), torch.device("cpu")
     for start in range(0, 20, cut):
         end = min(start + cut, 20)
         taken = [[(12, 1)] if start < 12 <= end else []]
-        step = prefill_window([chunk_of(2, start, end - start)], taken, size, device)
+        step = prefill_window([chunk_of(2, start, end - start)], taken, size, torch.device("cpu"))
         out = run(qkv[start:end], ring, step, torch.arange(start, end))
         torch.testing.assert_close(out, expected[start:end])
     for row, first in ((2, 20), (1, 12)):
         for position in range(first, 40):
-            at, lens = torch.tensor([position]), torch.tensor([position + 1], dtype=torch.int32)
-            meta = AttentionMetadata(at, None, None, None, lens, [1], [position + 1], True)
-            step = decode_window(torch.tensor([row]), at, meta, size, table)
-            out = run(qkv[at], ring, step, at)
+            at = torch.tensor([position])
+            out = run(qkv[at], ring, WindowMetadata(window, rows=torch.tensor([row])), at)
             torch.testing.assert_close(out[0], expected[position])
     untouched = [*range(size.num_blocks), *range(3 * size.num_blocks, 4 * size.num_blocks)]
     assert ring.k[untouched].isnan().all()
@@ -189,22 +193,6 @@ def from_ring(qkv, window):
     ring = KVCache(*(torch.zeros(size.num_blocks, 4, 2, 8) for _ in range(2)))
     step = prefill_window([chunk_of(0, 0, len(qkv))], [[]], size, torch.device("cpu"))
     return run(qkv, ring, step, torch.arange(len(qkv)))
-
-
-def test_first_and_last_block_of_a_window_may_be_one():
-    """Window 8 in a ring of two blocks of 4, at position 9: logical blocks 0, 1, 2 are physical blocks 0, 1, 0."""
-    size = Ring(8, 4)
-    table = size.table(1, 3, torch.device("cpu"))
-    assert table.tolist() == [[0, 1, 0]]
-    k, v, q = torch.randn(10, 2, 8), torch.randn(10, 2, 8), torch.randn(1, 4, 8)
-    cache = KVCache(*(torch.empty(2, 4, 2, 8) for _ in range(2)))
-    for position in range(10):
-        for tensor, values in zip(cache, (k, v), strict=True):
-            tensor.view(8, 2, 8)[position % 8] = values[position]
-    lens = torch.tensor([10], dtype=torch.int32)
-    out = decode_attention_ref(q, *cache, table, lens, 10, 8**-0.5, 8)
-    queries = torch.cat((torch.zeros(9, 4, 8), q))
-    torch.testing.assert_close(out.flatten(1)[0], attention(queries, k, v, 8)[9])
 
 
 def test_chunks_of_several_rows_do_not_mix():

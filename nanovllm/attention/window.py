@@ -1,11 +1,9 @@
 """Sliding-window attention whose cache is a ring: per row the last keys only, by position.
 
-The ring is cut into pages, so that the kernels for paged caches serve it. Position p lies in ring block
-(p // block_size) % blocks at offset p % block_size. A decode step attends over the rings themselves: for every block of
-the whole context the table names the ring block that it fell into. The window may begin and end in the same ring block,
-where the new end has not reached the old beginning yet: both are read at their own offsets. A prefill would overwrite
-keys that its own first tokens still need, so it attends over scratch pages: earlier keys are copied there from the
-ring, and the last ones back when all have attended.
+Position p lies in slot p % size of its row's ring. A decode step attends over the rings themselves, in whatever order
+keys lie there. A prefill would overwrite keys that its own first tokens still need, so it attends over scratch pages,
+which the kernels for paged caches serve: earlier keys are copied there from the ring, and the last ones back when all
+have attended. A ring is cut into whole pages, so that both have one shape.
 """
 
 from __future__ import annotations
@@ -15,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.attention.base import AttentionMetadata, KVCache
-from nanovllm.kernels.paged_attention import decode_attention, prefill_attention
+from nanovllm.kernels.paged_attention import prefill_attention
 from nanovllm.kernels.qkv import split_norm_rotate_write
+from nanovllm.kernels.window_decode import window_decode
 
 
 @dataclass(frozen=True)
@@ -36,27 +35,24 @@ class Ring:
         """Slots of one row."""
         return self.num_blocks * self.block_size
 
-    def table(self, num_rows: int, max_blocks: int, device: torch.device) -> torch.Tensor:
-        """[num_rows, max_blocks] int32: in which page of all rows' rings each logical block lies."""
-        blocks = torch.arange(max_blocks, dtype=torch.int32, device=device) % self.num_blocks
-        return torch.arange(num_rows, dtype=torch.int32, device=device)[:, None] * self.num_blocks + blocks
-
 
 @dataclass(slots=True)
 class WindowMetadata:
     """One step's way through all window caches.
 
-    pages: where tokens are written and what they attend over: rings for a decode step, scratch pages for a prefill.
-    num_pages: scratch pages to make; 0 for a decode step.
+    pages: of a prefill, where in scratch pages tokens are written and what they attend over.
+    num_pages: scratch pages to make.
     kept: ring slots and scratch slots [K] int64 of keys of earlier steps.
     left: scratch slots and ring slots [M] int64 of keys that later steps see.
+    rows: [T] int64, of a decode step, whose rings; it needs nothing else.
     """
 
     window: int
-    pages: AttentionMetadata
+    pages: AttentionMetadata | None = None
     num_pages: int = 0
     kept: tuple[torch.Tensor, torch.Tensor] | None = None
     left: tuple[torch.Tensor, torch.Tensor] | None = None
+    rows: torch.Tensor | None = None
 
 
 def window_attention(
@@ -80,15 +76,16 @@ def window_attention(
     Returns:
         [T, H, D].
     """
-    pages, meta = ring, step.pages
-    if step.num_pages:
-        pages = KVCache(*(tensor.new_empty(step.num_pages, *tensor.shape[1:]) for tensor in ring))
-        _move(ring, pages, step.kept)
-    kv_heads, dim = ring.k.shape[2:]
+    block_size, kv_heads, dim = ring.k.shape[1:]
+    if step.rows is not None:
+        size = Ring(step.window, block_size).size
+        rings = (tensor.view(-1, size, kv_heads, dim) for tensor in ring)
+        return window_decode(qkv, *norm, *rotary, *rings, step.rows, step.window)
+    meta = step.pages
+    pages = KVCache(*(tensor.new_empty(step.num_pages, *tensor.shape[1:]) for tensor in ring))
+    _move(ring, pages, step.kept)
     q = split_norm_rotate_write(qkv, num_heads, kv_heads, *norm, *rotary, *pages, meta.slot_mapping)
     table, lens, scale = meta.block_table, meta.context_lens, dim**-0.5
-    if not step.num_pages:
-        return decode_attention(q, *pages, table, lens, max(meta.seq_lens), scale, step.window)
     longest = max(meta.query_lens)
     out = prefill_attention(q, *pages, table, meta.cu_seqlens_q, lens, longest, scale, step.window)
     _move(pages, ring, step.left)

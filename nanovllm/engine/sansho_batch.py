@@ -38,16 +38,6 @@ def state_segments(chunks: list[PrefillChunk], snapshots: list[list[tuple[int, i
     return segments
 
 
-def decode_window(
-    rows: torch.Tensor, positions: torch.Tensor, meta: AttentionMetadata, ring: Ring, table: torch.Tensor
-) -> WindowMetadata:
-    """One token per row, [R] each; all from device state. `table` is `Ring.table` of all rows."""
-    slots = torch.where(meta.slot_mapping < 0, -1, rows * ring.size + positions % ring.size)
-    lens = meta.context_lens
-    pages = AttentionMetadata(slots, table[rows], None, None, lens, meta.query_lens, meta.seq_lens, is_decode=True)
-    return WindowMetadata(ring.window, pages)
-
-
 def prefill_window(
     chunks: list[PrefillChunk], snapshots: list[list[tuple[int, int]]], ring: Ring, device: torch.device
 ) -> WindowMetadata:

@@ -9,13 +9,13 @@ import torch
 
 from nanovllm import platform
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, KVCache
-from nanovllm.attention.window import Ring
+from nanovllm.attention.window import Ring, WindowMetadata
 from nanovllm.config import EngineConfig
 from nanovllm.context import ForwardContext, forward_context
 from nanovllm.engine.batch import Inputs, Rows, decode_inputs, pack_prefill, prefill_inputs, upload
 from nanovllm.engine.cuda_graph import StepGraphs
 from nanovllm.engine.results import PLAIN, PendingResult, draw_tokens, score_chunks
-from nanovllm.engine.sansho_batch import decode_window, last_rows, prefill_window, snapshot_rows, state_segments
+from nanovllm.engine.sansho_batch import last_rows, prefill_window, snapshot_rows, state_segments
 from nanovllm.engine.step import BlockUpdates, PrefillChunk, RowStart, Sampling, Step
 from nanovllm.layers.mamba import MambaState
 from nanovllm.models.sansho import SanshoCaches, SanshoForCausalLM, SanshoStep
@@ -64,7 +64,6 @@ class SanshoModelRunner:
     def _make_rows(self, num_rows: int) -> None:
         max_blocks = -(-self.max_model_len // self.block_size)
         self.rows = Rows(num_rows, max_blocks, self.model.config.vocab_size, self.device)
-        self._ring_table = self.ring.table(num_rows + 1, max_blocks, self.device)
         self._decoded = [0] * num_rows
 
     def reserve(self, budget: int | None, config: EngineConfig) -> int:
@@ -92,8 +91,7 @@ class SanshoModelRunner:
         return (self.rows.padding_row + 1 + snapshots) * self.bytes_per_row
 
     def allocate(self, num_blocks: int) -> None:
-        """Make all caches: two blocks more than asked for, the first of which stays zero for padding to read, while
-        padding is written to the second."""
+        """Make all caches, with one block more than asked for, which stays zero for padding to read."""
         self._allocate(num_blocks, self.rows.padding_row + 1 + self.num_snapshots)
 
     def _allocate(self, num_blocks: int, num_rows: int) -> None:
@@ -101,7 +99,7 @@ class SanshoModelRunner:
         *windows, shared, conv, ssm = self.specs
         ring = (num_rows * self.ring.num_blocks, self.block_size, windows[0].num_kv_heads, windows[0].head_dim)
         self._rings = KVCache(*(self._empty(len(windows), *ring) for _ in range(2)))
-        pool = (num_blocks + 2, self.block_size, shared.num_kv_heads, shared.head_dim)
+        pool = (num_blocks + 1, self.block_size, shared.num_kv_heads, shared.head_dim)
         # What is not written stays untouched: on a CPU its memory is not even taken until used.
         kv = KVCache(*(self._empty(*pool) for _ in range(2)))
         state = MambaState(self._empty(num_rows, *conv.shape), self._empty(num_rows, *ssm.shape, dtype=torch.float32))
@@ -182,7 +180,7 @@ class SanshoModelRunner:
     def exit(self) -> None:
         """Let go of all memory on the device; a second time does nothing."""
         self.graphs = self._logits = None
-        self.model = self.caches = self._rings = self.rows = self._ring_table = None
+        self.model = self.caches = self._rings = self.rows = None
         platform.empty_cache(self.device)
 
     def _start(self, starts: list[RowStart]) -> None:
@@ -216,9 +214,6 @@ class SanshoModelRunner:
         with forward_context(ForwardContext(meta, self.backend)):
             return self.model(inputs.token_ids, inputs.positions, step, self.caches)
 
-    def _shared_slots(self, slots: torch.Tensor) -> torch.Tensor:
-        return torch.where(slots < 0, (self.num_blocks + 1) * self.block_size, slots)
-
     def _decode(self, step: Step) -> PendingResult:
         longest = max(self._decoded[row] for row in step.decode_rows)
         for row in step.decode_rows:
@@ -239,8 +234,8 @@ class SanshoModelRunner:
         """Compute one token of each row and move its context on; returns the logits of the next, [R, V]."""
         inputs = decode_inputs(rows, self.rows, self.block_size, seq_lens)
         meta = inputs.attention
-        window = decode_window(rows, inputs.positions, meta, self.ring, self._ring_table)
-        hidden = self._forward(inputs, meta, SanshoStep(window, self._shared_slots(meta.slot_mapping), rows))
+        window = WindowMetadata(self.ring.window, rows=rows)
+        hidden = self._forward(inputs, meta, SanshoStep(window, meta.slot_mapping, rows))
         self.rows.context_len[rows] = meta.context_lens.to(torch.int64)
         return self.model.compute_logits(hidden, out)
 
@@ -260,7 +255,7 @@ class SanshoModelRunner:
         last, index, own_rows, meta = last_rows(chunks, rows, inputs.attention)
         step = SanshoStep(
             window,
-            self._shared_slots(inputs.attention.slot_mapping),
+            inputs.attention.slot_mapping,
             own_rows,
             state_segments(chunks, taken),
             last,

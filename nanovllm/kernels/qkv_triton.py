@@ -18,7 +18,7 @@ _MANY_TOKENS = 512
 def _qkv_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, q_ptr, k_cache_ptr, v_cache_ptr,
     num_tokens, qkv_stride, eps, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HALF_BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, ROTATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """TOKENS tokens, HEADS neighbouring heads, which are all queries, all keys or all values: HEADS divides H and KV.
 
@@ -32,17 +32,19 @@ def _qkv_kernel(
     # Where the tokens stand is known since the step began: it is looked up, and the tables with it, while the kernel
     # before ends.
     slot = tl.load(slot_ptr + token, mask=live, other=-1)
-    position = tl.load(position_ptr + token, mask=live, other=0)
+    if ROTATE:
+        position = tl.load(position_ptr + token, mask=live, other=0)
     token = token.to(tl.int64)
     head = first_head + row % HEADS
     pair = tl.arange(0, HALF_BLOCK)[None, :]
     in_head = pair < HALF
     mask = live[:, None] & in_head
-    # The halves of a table's row differ in nothing but the sign of the first sines.
-    angle = (position * D)[:, None] + HALF + pair
-    turns = mask & (head < H + KV)[:, None]
-    cos = tl.load(cos_ptr + angle, mask=turns, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)
+    if ROTATE:
+        # The halves of a table's row differ in nothing but the sign of the first sines.
+        angle = (position * D)[:, None] + HALF + pair
+        turns = mask & (head < H + KV)[:, None]
+        cos = tl.load(cos_ptr + angle, mask=turns, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)
     if NORM:
         other = pair + HALF
         of_q = in_head & (first_head + tl.zeros_like(pair) < H)
@@ -69,8 +71,10 @@ def _qkv_kernel(
             scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / D + eps)[:, None]
             x = x * scale * x_weight.to(tl.float32)
             y = y * scale * y_weight.to(tl.float32)
-        turned_x = (x * cos - y * sin).to(q_ptr.dtype.element_ty)
-        turned_y = (y * cos + x * sin).to(q_ptr.dtype.element_ty)
+        if ROTATE:
+            x, y = x * cos - y * sin, y * cos + x * sin
+        turned_x = x.to(q_ptr.dtype.element_ty)
+        turned_y = y.to(q_ptr.dtype.element_ty)
         if first_head < H:
             target = q_ptr + (token * (H * D) + head * D)[:, None] + pair
             tl.store(target, turned_x, mask=mask)
@@ -88,9 +92,9 @@ def split_norm_rotate_write(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
-    cos_table: torch.Tensor,
-    sin_table: torch.Tensor,
-    positions: torch.Tensor,
+    cos_table: torch.Tensor | None,
+    sin_table: torch.Tensor | None,
+    positions: torch.Tensor | None,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -106,10 +110,12 @@ def split_norm_rotate_write(
     tokens = _ROWS // heads if num_tokens >= _MANY_TOKENS else 1
     half_block = triton.next_power_of_2(dim // 2)
     grid = (triton.cdiv(num_tokens, tokens), (num_heads + 2 * num_kv_heads) // heads)
+    rotate = cos_table is not None
+    rotary = (cos_table, sin_table, positions) if rotate else (qkv, qkv, slot_mapping)
     _qkv_kernel[grid](
-        qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, cos_table, sin_table,
-        positions, slot_mapping, q, k_cache, v_cache, num_tokens, qkv.stride(0), eps, H=num_heads, KV=num_kv_heads,
-        D=dim, HALF_BLOCK=half_block, TOKENS=tokens, HEADS=heads, NORM=q_weight is not None, OVERLAP=overlap,
+        qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight, *rotary, slot_mapping,
+        q if num_heads else qkv, k_cache, v_cache, num_tokens, qkv.stride(0), eps, H=num_heads, KV=num_kv_heads, D=dim,
+        HALF_BLOCK=half_block, TOKENS=tokens, HEADS=heads, NORM=q_weight is not None, ROTATE=rotate, OVERLAP=overlap,
         num_warps=min(8, max(1, tokens * heads * half_block // 512)), **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return q

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.mamba_step import gated_norm_ref, mamba_read_ref, mamba_step_ref
+from nanovllm.kernels.mamba_step import Drive, gated_norm, mamba_conv, mamba_read
 from nanovllm.kernels.ssd import Segment, causal_conv_ref, ssd_ref
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
@@ -49,16 +49,21 @@ class MambaState(NamedTuple):
 
 @dataclass(slots=True)
 class StateRows:
-    """What the layers of R rows read whose states stand at the rows' tokens: x [R, L, H, P], d [L, H]."""
+    """What the layers read at one token of each of R rows: x [R, L, H, P], d [L, H]. Where the states do not stand at
+    these tokens yet, b [R, L, G, N], dt [R, L, H] and a_log [L, H] are there too, and reading moves the layer's on."""
 
     x: torch.Tensor
     d: torch.Tensor
     rows: torch.Tensor
     ssm: torch.Tensor
+    drive: Drive | None = None
 
     def read(self, layer: int, c: torch.Tensor) -> torch.Tensor:
         """y [R, H, P] of one layer for its c [R, G, N]."""
-        return mamba_read_ref(self.x[:, layer], self.ssm[:, layer], self.rows, c, self.d[layer])
+        drive = self.drive
+        if drive is not None:
+            drive = Drive(drive.b[:, layer], drive.dt[:, layer], drive.a_log[layer])
+        return mamba_read(self.x[:, layer], drive, self.ssm[:, layer], self.rows, c, self.d[layer])
 
 
 @dataclass(slots=True)
@@ -104,11 +109,14 @@ class MemorySide:
         self.chunk_size = chunk_size
 
     def step(self, memory: torch.Tensor, rows: torch.Tensor, state: MambaState) -> StateRows:
-        """Move `rows` [R] on by one token each, memory [R, d]."""
+        """Convolve one token of each of `rows` [R], memory [R, d]; reading moves the states on."""
         weight, bias, ssm = self.conv.weight[:, :, 0], getattr(self.conv, "bias", None), self.ssm
+        heads, dim, size = state.ssm.shape[2:]
         projected = self.proj(memory).unflatten(-1, (len(weight), -1))
-        x = mamba_step_ref(projected, rows, *state, weight, bias, ssm.A_log, ssm.dt_bias)
-        return StateRows(x, ssm.D, rows, state.ssm)
+        xb, dt = mamba_conv(projected, rows, state.conv, weight, bias, ssm.dt_bias)
+        x, b = xb.split((heads * dim, self.num_groups * size), dim=-1)
+        drive = Drive(b.unflatten(-1, (-1, size)), dt, ssm.A_log)
+        return StateRows(x.unflatten(-1, (heads, dim)), ssm.D, rows, state.ssm, drive)
 
     def scan(self, memory: torch.Tensor, segments: list[Segment], state: MambaState) -> Scan:
         """Convolve tokens [T, d] of a prefill; the states wait to be moved on."""
@@ -152,7 +160,7 @@ class CrossMamba(nn.Module):
     def forward(self, u: torch.Tensor, memory: StateRows | Scan, layer: int) -> torch.Tensor:
         z, c = self.in_proj(u).tensor_split((self.channels,), dim=-1)
         y = memory.read(layer, c.unflatten(-1, (self.num_groups, -1)))
-        return self.out_proj(gated_norm_ref(y.flatten(1), z, self.norm.weight, self.norm.eps, self.num_groups))
+        return self.out_proj(gated_norm(y.flatten(1), z, self.norm.weight, self.norm.eps, self.num_groups))
 
 
 def _cut(segments: list[Segment], start: int, end: int) -> list[Segment]:

@@ -15,7 +15,7 @@ from torch import nn
 from nanovllm.attention.base import KVCache
 from nanovllm.attention.window import WindowMetadata, window_attention
 from nanovllm.cache_spec import CacheSpec, PagedKVSpec, StateSpec, WindowKVSpec
-from nanovllm.kernels.kv_cache import write_kv_ref
+from nanovllm.kernels.qkv import split_norm_rotate_write
 from nanovllm.kernels.ssd import Segment
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import Embedding
@@ -42,7 +42,7 @@ class SanshoStep:
     meet the cross-decoder.
 
     window: of all window caches.
-    shared_slots: [T] int64, where their shared keys and values are written.
+    shared_slots: [T] int64, where their shared keys and values are written; -1: nowhere.
     rows: [R] int64, of the tokens that meet the cross-decoder; all of a decode step's.
     segments: of a prefill; None for a decode step.
     last: of a prefill, those R tokens, each its row's last one in this step, ascending; None for all T.
@@ -170,8 +170,9 @@ class SanshoModel(nn.Module):
         return self._cross(hidden, source, caches.shared)
 
     def _write_shared(self, memory: torch.Tensor, slots: torch.Tensor, shared: KVCache) -> None:
-        k, v = self.yoco_kv_proj(memory).unflatten(-1, (-1, self.config.head_dim)).chunk(2, dim=1)
-        write_kv_ref(k if self.yoco_k_norm is None else self.yoco_k_norm(k), v, *shared, slots)
+        norm = (None, None, 0.0) if (k_norm := self.yoco_k_norm) is None else (*2 * (k_norm.weight,), k_norm.eps)
+        kv_heads = self.config.cross_num_key_value_heads
+        split_norm_rotate_write(self.yoco_kv_proj(memory), 0, kv_heads, *norm, None, None, None, *shared, slots)
 
     def _cross(self, x: torch.Tensor, source: StateRows | Scan, shared: KVCache) -> torch.Tensor:
         residual, index = None, 0
