@@ -1,6 +1,5 @@
 """The OpenAI-compatible server, driven by the real openai client over a socket; a tiny random model behind it."""
 
-import asyncio
 import json
 import os
 import signal
@@ -270,25 +269,6 @@ def test_every_route_but_health_needs_the_key(qwen3_path):
 
 
 # Many at once, and those that leave
-
-
-def test_concurrent_clients_get_what_they_would_get_alone(server, offline):
-    """Forty clients of the async client, streams among them."""
-    prompts = [f"Number {i} of many" for i in range(40)]
-    expected = [offline(prompt, temperature=0, max_tokens=10)["text"] for prompt in prompts]
-
-    async def ask(api, i):
-        given = {"model": MODEL, "prompt": prompts[i], "temperature": 0, "max_tokens": 10}
-        if i % 2:
-            return (await api.completions.create(**given)).choices[0].text
-        stream = await api.completions.create(**given, stream=True)
-        return "".join([chunk.choices[0].text async for chunk in stream])
-
-    async def all_of_them():
-        async with openai.AsyncOpenAI(base_url=server[1] + "/v1", api_key="none", max_retries=0) as api:
-            return await asyncio.gather(*(ask(api, i) for i in range(len(prompts))))
-
-    assert asyncio.run(all_of_them()) == expected
 
 
 def test_three_hundred_aborted_streams_leave_nothing_behind(server, client):
