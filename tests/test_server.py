@@ -1,52 +1,21 @@
 """The OpenAI-compatible server, driven by the real openai client over a socket; a tiny random model behind it."""
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager
 
 import httpx
 import openai
 import pytest
-import uvicorn
+from server_helpers import MODEL, serving
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.server import cli, run_batch
-from nanovllm.server.app import create_app
 from nanovllm.server.chat import ThinkSplitter
-from nanovllm.server.service import Service
-
-MODEL = "tiny"
-
-
-@contextmanager
-def serving(path, api_key=None, origins=(), **knobs):
-    """A server in a thread; yields its service and address."""
-    given = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 256, "max_model_len": 512, **knobs}
-    service = Service(LLMEngine(EngineConfig.from_kwargs(path, **given)), MODEL)
-    sock = cli.listen("127.0.0.1", 0)
-    app = create_app(service, api_key, origins)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
-    server.install_signal_handlers = lambda: None
-    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    try:
-        yield service, f"http://127.0.0.1:{sock.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
-        assert service.thread.stop(20)
-        sock.close()
 
 
 @pytest.fixture(scope="module")
@@ -300,25 +269,6 @@ def test_every_route_but_health_needs_the_key(qwen3_path):
 
 
 # Many at once, and those that leave
-
-
-def test_concurrent_clients_get_what_they_would_get_alone(server, offline):
-    """Forty clients of the async client, streams among them."""
-    prompts = [f"Number {i} of many" for i in range(40)]
-    expected = [offline(prompt, temperature=0, max_tokens=10)["text"] for prompt in prompts]
-
-    async def ask(api, i):
-        given = {"model": MODEL, "prompt": prompts[i], "temperature": 0, "max_tokens": 10}
-        if i % 2:
-            return (await api.completions.create(**given)).choices[0].text
-        stream = await api.completions.create(**given, stream=True)
-        return "".join([chunk.choices[0].text async for chunk in stream])
-
-    async def all_of_them():
-        async with openai.AsyncOpenAI(base_url=server[1] + "/v1", api_key="none", max_retries=0) as api:
-            return await asyncio.gather(*(ask(api, i) for i in range(len(prompts))))
-
-    assert asyncio.run(all_of_them()) == expected
 
 
 def test_three_hundred_aborted_streams_leave_nothing_behind(server, client):

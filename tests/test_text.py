@@ -306,16 +306,26 @@ def test_token_bytes_are_exact(byte_level, byte_fallback, tmp_path):
 
 
 @settings(max_examples=200, deadline=None)
-@given(data=st.lists(st.one_of(st.sampled_from([0, 1, 2, *range(259, 266)]), st.integers(3, 258)), max_size=30))
-@example(data=[260, 2, 2, 261])  # "Hello</s></s> world", which must not read "Helloworld"
+@given(
+    data=st.lists(st.one_of(st.sampled_from([0, 1, 2, *range(259, 266)]), st.integers(3, 258)), max_size=30),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+)
+@example(data=[260, 2, 2, 261], sizes=[3])  # "Hello</s></s> world", which must not read "Helloworld"
+@example(data=[0, 0, 197, 131, 3, 3, 200], sizes=[3])  # a lone byte undoes the run of bytes it stands in
 @pytest.mark.parametrize("skip", [True, False])
-def test_stream_equals_generate_with_byte_fallback(skip, byte_fallback, data):
-    """A59: leading spaces, skipped special tokens and invalid bytes; one token at a time, or all at once."""
+def test_stream_equals_generate_with_byte_fallback(skip, byte_fallback, data, sizes):
+    """A59: leading spaces, skipped special tokens and invalid bytes; one token at a time, some, or all at once."""
     deltas, _ = stream_text(byte_fallback, data, skip_special_tokens=skip)
-    at_once = TextStream(byte_fallback, (), 0, skip)
+    at_once, gathered = (TextStream(byte_fallback, (), 0, skip) for _ in range(2))
     at_once.push(data)
     at_once.finish()
-    assert "".join(deltas) == at_once.text
+    rest, size = data, itertools.cycle(sizes)
+    while rest:
+        n = next(size)
+        gathered.push(rest[:n])
+        rest = rest[n:]
+    gathered.finish()
+    assert "".join(deltas) == at_once.text == gathered.text
     if REPLACEMENT not in at_once.text:
         assert at_once.text == byte_fallback.decode(data, skip)
 

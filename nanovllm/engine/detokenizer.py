@@ -58,14 +58,14 @@ class TextStream:
 
     def push(self, token_ids: list[int]) -> str | None:
         """Add tokens. Returns the stop string that ended the text, if one did; it is cut off then."""
-        at_once = not self._token_ids and not self._stop and _REPLACEMENT not in self._text_of(token_ids)
-        # Where bytes are invalid, what becomes of them depends on where a decoder starts: so they are always taken one
-        # by one, and a text is the same however its tokens came.
-        for piece in [token_ids] if at_once else ([token_id] for token_id in token_ids):
-            self.num_tokens += len(piece)
-            kept = [token_id for token_id in piece if token_id not in self._skipped]
-            self._token_ids += kept
-            if kept:
+        kept = [token_id for token_id in token_ids if token_id not in self._skipped]
+        if not self._stop and len(kept) > 1 and self._advance_at_once(kept):
+            self.num_tokens += len(token_ids)
+            return None
+        for token_id in token_ids:
+            self.num_tokens += 1
+            if token_id not in self._skipped:
+                self._token_ids.append(token_id)
                 self._advance(flush=False)
             stop = self._cut_at_stop()
             if stop is not None:
@@ -81,9 +81,6 @@ class TextStream:
         self._finished = True
         return stop
 
-    def _text_of(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode([i for i in token_ids if i not in self._skipped], False)
-
     def _decode(self, start: int, end: int | None = None) -> str:
         return self._tokenizer.decode(self._token_ids[start:end], False)
 
@@ -96,6 +93,18 @@ class TextStream:
             return
         self._text += now[len(before) :]
         self._prefix, self._read = self._read, len(self._token_ids)
+
+    def _advance_at_once(self, kept: list[int]) -> bool:
+        """Take several tokens, and leave all as if they had come one by one. False, and nothing is taken, where that
+        is not certain: what becomes of invalid bytes depends on where a decoder starts."""
+        tail = self._token_ids[self._prefix :] + kept
+        now = self._tokenizer.decode(tail, False)
+        if _REPLACEMENT in now or self._tokenizer.decode(tail[:-1], False).endswith(_REPLACEMENT):
+            return False
+        self._text += now[len(self._decode(self._prefix, self._read)) :]
+        self._token_ids += kept
+        self._prefix, self._read = len(self._token_ids) - 1, len(self._token_ids)
+        return True
 
     def _release_lone_bytes(self, before: str, now: str) -> None:
         """Let go of all but the last few tokens, split where no character is."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from nanovllm.server import protocol
 from nanovllm.server.chat import render, start_chat
 from nanovllm.server.completions import start_completion
 from nanovllm.server.protocol import ApiError, validation_error
-from nanovllm.server.service import Answer, Service
+from nanovllm.server.service import Answer, Service, dumps
 
 _OPEN_PATH = "/health"
 _GONE = 499  # nobody reads it
@@ -119,7 +118,7 @@ def _add_state_routes(app: FastAPI, service: Service) -> None:
 
 def send_json(value: Any, status: int = 200) -> Response:
     """A JSON response. What is no Unicode, which only an echoed mistake can hold, is replaced."""
-    return Response(_dumps(value).encode("utf-8", "replace"), status, media_type="application/json")
+    return Response(dumps(value).encode("utf-8", "replace"), status, media_type="application/json")
 
 
 def send_error(error: ApiError) -> Response:
@@ -167,27 +166,34 @@ class EventStream(Response):
         await while_connected(receive, self._write(send), self._answer.close)
 
     async def _write(self, send: Send) -> None:
-        started = False
+        """Events that came together are one write: it costs as much as all the rest of an event."""
+        started, events = False, []
         try:
             async for event in self._answer.events():
-                if not started:
-                    started = True
-                    await self._start(send)
-                await self._event(send, _dumps(event))
+                events.append(event)
+                if self._answer.job.must_wait:
+                    if not started:
+                        started = True
+                        await self._start(send)
+                    await self._send(send, events, more=True)
+                    events.clear()
         except ApiError as error:
-            if not started:
+            if not (started or events):
                 raise
-            await self._event(send, _dumps(error.body))
+            events.append(dumps(error.body))
         else:
-            await self._event(send, "[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            events.append("[DONE]")
+        if not started:
+            await self._start(send)
+        await self._send(send, events, more=False)
 
     def _start(self, send: Send) -> Awaitable[None]:
         return send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
     @staticmethod
-    def _event(send: Send, data: str) -> Awaitable[None]:
-        return send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+    def _send(send: Send, events: list[str], more: bool) -> Awaitable[None]:
+        body = "".join([f"data: {event}\n\n" for event in events]).encode()
+        return send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 class KeyCheck:
@@ -205,7 +211,3 @@ class KeyCheck:
                 await send_error(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

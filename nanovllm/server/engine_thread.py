@@ -95,6 +95,11 @@ class Job:
                 self._wake.clear()
                 await self._wake.wait()
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether whoever iterates has all that is there and is to get more."""
+        return bool(self._num_open) and not self._deltas and self._error is None
+
     def put(self, delta: Delta) -> None:
         """Hand a delta to whoever iterates."""
         self._deltas.append(delta)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -19,6 +20,8 @@ from nanovllm.server.protocol import ApiError, GenerationRequest, client_error, 
 
 # JSON has no -inf; a logit bias or a filter of the model can make one.
 _LEAST_LOGPROB = -9999.0
+# One encoder for all: `json.dumps` makes a new one at each call, which takes longer than a small event itself.
+dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class TokenNames:
@@ -148,21 +151,21 @@ class Answer(ABC):
         choices.sort(key=lambda choice: choice["index"])
         return {**self._head, "choices": choices, "usage": self.usage()}
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a stream.
+    async def events(self) -> AsyncIterator[str]:
+        """The chunks of a stream, as JSON. What is the same in all of them is encoded once.
 
         Raises:
             ApiError: the engine failed.
         """
         options = self.request.stream_options
         with_usage = options is not None and options.include_usage
-        head = {**self._head, "usage": None} if with_usage else self._head
+        opening = dumps({**self._head, "usage": None} if with_usage else self._head)[:-1] + ',"choices":['
         async for delta in self.job:
             choice = self._choice(delta)
             if choice is not None:
-                yield {**head, "choices": [choice]}
+                yield f"{opening}{dumps(choice)}]}}"
         if with_usage:
-            yield {**self._head, "choices": [], "usage": self.usage()}
+            yield dumps({**self._head, "choices": [], "usage": self.usage()})
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far."""
