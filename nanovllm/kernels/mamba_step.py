@@ -77,7 +77,7 @@ def mamba_read_ref(
     if drive is not None:
         b = drive.b.float().repeat_interleave(repeats, 1)
         decay = torch.exp(-drive.dt * torch.exp(drive.a_log))[..., None, None]
-        own = decay * own + (drive.dt[..., None] * x)[..., None] * b[..., None, :]
+        own.mul_(decay).addcmul_((drive.dt[..., None] * x)[..., None], b[..., None, :])
         states[rows] = own
     return torch.einsum("rhpn,rhn->rhp", own, c.float().repeat_interleave(repeats, 1)) + d[:, None] * x
 

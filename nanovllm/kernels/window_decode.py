@@ -53,7 +53,8 @@ def window_decode_ref(
     age = (slots[:, None] - torch.arange(size, device=qkv.device)) % size  # [R, n]
     seen = (age < window) & (age <= positions[:, None])
     # Zeros for what is not seen: 0 * NaN is NaN, so a probability of 0 does not hide what lies there.
-    k, v = (torch.where(seen[:, :, None, None], ring[rows], 0).transpose(1, 2).float() for ring in (k_ring, v_ring))
+    hidden = ~seen[:, :, None, None]
+    k, v = (ring.index_select(0, rows).masked_fill_(hidden, 0).transpose(1, 2).float() for ring in (k_ring, v_ring))
     q = rotary_ref(q, cos, sin).float().unflatten(1, (kv_heads, -1))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=dim**-0.5)
     return out.flatten(1, 2).to(qkv.dtype)
