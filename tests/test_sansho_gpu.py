@@ -92,11 +92,11 @@ def forced_logprobs(llm, prompts, forced, by_graph=False):
     index, found = torch.tensor(rows, device=runner.device), []
     for i, tokens in enumerate(forced):
         runner.rows.last_token[index] = tokens.to(runner.device)
-        if by_graph:
-            runner.graphs.decode(rows)
-            logits = runner._logits[: len(rows)]
-        else:
-            with torch.inference_mode():
+        with torch.inference_mode():
+            if by_graph:
+                runner.graphs.decode(rows)
+                logits = runner._logits[: len(rows)]
+            else:
                 logits = runner._decode_logits(index, [len(prompt) + i + 1 for prompt in prompts])
         found.append(logits.float().log_softmax(-1).cpu())
     return torch.stack(found)

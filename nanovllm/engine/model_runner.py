@@ -15,6 +15,7 @@ from nanovllm.engine.batch import Inputs, Rows, decode_inputs, pack_prefill, pre
 from nanovllm.engine.cuda_graph import StepGraphs
 from nanovllm.engine.results import PLAIN, PendingResult, draw_tokens, score_chunks
 from nanovllm.engine.step import PrefillChunk, Sampling, Step
+from nanovllm.layers.embed_head import empty_logits
 from nanovllm.models.decoder import CausalDecoder
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class ModelRunner:
         if self.device.type != "cuda" or not self.backend.in_cuda_graph:
             return 0.0
         max_num_seqs = self.rows.padding_row
-        self._logits = torch.empty(max_num_seqs, self.model.config.vocab_size, dtype=self.dtype, device=self.device)
+        self._logits = empty_logits(max_num_seqs, self.model.config.vocab_size, self.dtype, self.device)
         graphs = StepGraphs(
             self._decode_plain,
             self._prefill_plain,

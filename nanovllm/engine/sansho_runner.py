@@ -17,6 +17,7 @@ from nanovllm.engine.cuda_graph import StepGraphs
 from nanovllm.engine.results import PLAIN, PendingResult, draw_tokens, score_chunks
 from nanovllm.engine.sansho_batch import last_rows, prefill_window, snapshot_rows, state_segments
 from nanovllm.engine.step import BlockUpdates, PrefillChunk, RowStart, Sampling, Step
+from nanovllm.layers.embed_head import empty_logits
 from nanovllm.layers.mamba import MambaState
 from nanovllm.models.sansho import SanshoCaches, SanshoForCausalLM, SanshoStep
 from nanovllm.sampling_params import SamplingParams
@@ -150,7 +151,7 @@ class SanshoModelRunner:
         if self.device.type != "cuda" or not self.backend.in_cuda_graph or self._replay_most == 0:
             return 0.0
         max_num_seqs = self.rows.padding_row
-        self._logits = self._empty(max_num_seqs, self.model.config.vocab_size)
+        self._logits = empty_logits(max_num_seqs, self.model.config.vocab_size, self.dtype, self.device)
         # Prefills are not captured: how their tokens fall into segments is known to the host alone.
         graphs = StepGraphs(self._decode_plain, self._decode_plain, max_num_seqs, 1, 0, max_num_seqs, self.device)
         with platform.as_current(self.device):

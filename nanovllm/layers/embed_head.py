@@ -21,5 +21,12 @@ class Embedding(nn.Module):
         return F.embedding(token_ids, self.weight)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[R, dim] to [R, vocab_size], in `out` if given."""
+        """[R, dim] to [R, vocab_size], in `out` if given; see `empty_logits`."""
+        out = empty_logits(len(hidden), len(self.weight), hidden.dtype, hidden.device) if out is None else out
         return linear(hidden, self.weight, None, out)
+
+
+def empty_logits(num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[num_rows, vocab_size], uninitialised. Rows begin at multiples of 16 bytes: of a vocabulary of an odd size the
+    library's matrix products would otherwise be several times slower."""
+    return torch.empty(num_rows, -(-vocab_size // 8) * 8, dtype=dtype, device=device)[:, :vocab_size]
