@@ -447,7 +447,7 @@ def test_a_batch_is_answered_line_by_line_and_resumed(qwen3_path, tmp_path, caps
         {"custom_id": "c", "url": "/v1/completions", "body": {**body, "prompt": "x", "top_kk": 1}},
         {"custom_id": "d", "url": "/v1/nowhere", "body": {}},
     ]
-    source.write_text("\n".join([*map(json.dumps, lines), "{no json", ""]))
+    source.write_text("\n".join([*map(json.dumps, lines), "{no json", "[" * 100_000, ""]))
     command = [
         "-i",
         str(source),
@@ -463,7 +463,7 @@ def test_a_batch_is_answered_line_by_line_and_resumed(qwen3_path, tmp_path, caps
     command += ["--max-model-len", "256"]
     assert run_batch.main(command) == 0
     answers = {answer["id"]: answer for answer in map(json.loads, target.read_text().splitlines())}
-    assert [answers[f"batch-{n}"]["response"]["status_code"] for n in range(1, 6)] == [200, 200, 400, 400, 400]
+    assert [answers[f"batch-{n}"]["response"]["status_code"] for n in range(1, 7)] == [200, 200, 400, 400, 400, 400]
     assert answers["batch-1"]["response"]["body"]["usage"]["completion_tokens"] == 4
     assert "top_kk" in answers["batch-3"]["error"]["message"] and "line 5" in answers["batch-5"]["error"]["message"]
     assert answers["batch-5"]["custom_id"] is None
@@ -472,7 +472,7 @@ def test_a_batch_is_answered_line_by_line_and_resumed(qwen3_path, tmp_path, caps
     target.write_text("".join(kept) + '{"id": "batch-2", "custom_id": "b", "resp')
     assert run_batch.main(command) == 0
     again = target.read_text().splitlines()
-    assert len(again) == 6 and json.loads(again[-1])["custom_id"] == "b"
+    assert len(again) == 7 and json.loads(again[-1])["custom_id"] == "b"
     assert run_batch.main(command) == 0 and target.read_text().splitlines() == again
     assert run_batch.main([*command[:4], "--model", "nowhere"]) == 1
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: ")
