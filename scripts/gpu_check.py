@@ -39,6 +39,7 @@ JOBS: dict[str, list[str]] = {
     "latency_1": [*DUMMY, *fixed(1, 128, 512), "--rounds", "3"],
     "latency_8": [*DUMMY, *fixed(8, 128, 512), "--rounds", "3"],
     "prefill_heavy": [*DUMMY, *fixed(64, 4096, 8), "--max-model-len", "8192", "--rounds", "3"],
+    "server_mixed": ["scripts/bench_server.py", *DUMMY[1:]],
     "mixed_8b": DUMMY_8B,
     "latency_1_8b": [*DUMMY_8B, *fixed(1, 128, 512)],
     "quant_mixed": QUANT_06B,

@@ -186,9 +186,9 @@ def make_tokenizer(directory, size=TOKENIZER_SIZE, add_bos=False):
     ).save_pretrained(directory)
 
 
-def load_script(name):
-    """A module of scripts/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / "scripts" / f"{name}.py")
+def load_script(name, folder="scripts"):
+    """A module of a folder that is no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent.parent / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,11 +1,14 @@
 """The OpenAI-compatible server, driven by the real openai client over a socket; a tiny random model behind it."""
 
+import hmac
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -268,6 +271,19 @@ def test_every_route_but_health_needs_the_key(qwen3_path):
         assert good.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
 
 
+def test_keys_are_compared_in_constant_time(qwen3_path, monkeypatch):
+    """By the standard library's function for it; no key at all, a short one and a longer one go the same way."""
+    compared, compare = [], hmac.compare_digest
+    monkeypatch.setattr(
+        hmac, "compare_digest", lambda given, expected: compared.append(given) or compare(given, expected)
+    )
+    with serving(qwen3_path, api_key="secret") as (_, url):
+        for given in ({}, {"authorization": "B"}, {"authorization": "Bearer secret and more"}):
+            assert httpx.get(url + "/version", headers=given).status_code == 401
+        assert httpx.get(url + "/version", headers={"authorization": "Bearer secret"}).status_code == 200
+    assert compared == [b"", b"B", b"Bearer secret and more", b"Bearer secret"]
+
+
 # Many at once, and those that leave
 
 
@@ -286,20 +302,30 @@ def test_three_hundred_aborted_streams_leave_nothing_behind(server, client):
 
 
 def test_an_engine_that_fails_fails_its_requests_and_the_health(qwen3_path):
-    """Those in flight get 500, /health turns 503, later requests 503; nothing hangs."""
-    with serving(qwen3_path) as (service, url):
-        real, calls = service.engine.step, []
+    """Those in flight get 500, a stream that has begun an event with the error; /health turns 503, later requests 503;
+    nothing hangs."""
+    with serving(qwen3_path) as (service, url), ThreadPoolExecutor(3) as pool:
+        real, is_broken = service.engine.step, threading.Event()
 
         def broken():
-            calls.append(1)
-            if len(calls) > 3:
+            if is_broken.is_set():
                 raise RuntimeError("out of something")
             return real()
 
         service.engine.step = broken
-        body = {"model": MODEL, "prompt": "x", "max_tokens": 50, "ignore_eos": True}
-        answer = httpx.post(url + "/v1/completions", json=body, timeout=20)
-        assert answer.status_code == 500 and "out of something" in answer.json()["error"]["message"]
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 500, "ignore_eos": True}
+        with httpx.stream("POST", url + "/v1/completions", json={**body, "stream": True}, timeout=20) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            waiting = [pool.submit(httpx.post, url + "/v1/completions", json=body, timeout=20) for _ in range(3)]
+            while service.thread.num_jobs < 4:
+                time.sleep(0.001)
+            is_broken.set()
+            events = [line for line in lines if line]
+        assert "out of something" in json.loads(events[-1].removeprefix("data: "))["error"]["message"]
+        for answer in waiting:
+            assert answer.result().status_code == 500
+            assert "out of something" in answer.result().json()["error"]["message"]
         assert httpx.get(url + "/health").status_code == 503
         assert httpx.post(url + "/v1/completions", json=body, timeout=20).status_code == 503
 
@@ -323,13 +349,17 @@ def start(path, *options):
 
 def test_sigterm_lets_requests_end(qwen3_path):
     """No new ones, those that run are answered, and the exit status is 0."""
-    process, url = start(qwen3_path, "--drain-seconds", "30")
+    process, url = start(qwen3_path, "--drain-seconds", "30", "--max-model-len", "510")
     answers = []
-    body = {"model": qwen3_path, "prompt": "x", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    body = {"model": qwen3_path, "prompt": "x", "max_tokens": 300, "n": 4, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as stream:
         chunks = stream.iter_lines()
         answers.append(next(chunks))
         process.send_signal(signal.SIGTERM)
+        while (health := httpx.get(url + "/health")).status_code == 200:
+            time.sleep(0.01)
+        assert health.status_code == 503 and "stopping" in health.json()["error"]["message"]
+        assert httpx.post(url + "/v1/completions", json=body).status_code == 503
         answers += list(chunks)
     assert answers[-2] == "data: [DONE]" or answers[-1] == "data: [DONE]"
     assert process.wait(20) == 0
@@ -359,6 +389,13 @@ def test_start_up_errors_are_one_line(qwen3_path, capsys):
     taken.close()
     assert len(lines) == 3 and all(line.startswith("error: ") for line in lines)
     assert "choose another --port" in lines[0] and "nowhere" in lines[1] and "max_num_seqs=0" in lines[2]
+
+
+def test_without_the_extra_one_line_says_what_to_install():
+    code = "import sys; sys.modules['fastapi'] = None; from nanovllm.server import batch, main; print(main(), batch())"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "1 1\n"
+    assert run.stderr == "error: this needs fastapi: pip install 'nanovllm[server]'\n" * 2
 
 
 def test_every_engine_knob_is_an_option():
@@ -410,7 +447,7 @@ def test_a_batch_is_answered_line_by_line_and_resumed(qwen3_path, tmp_path, caps
         {"custom_id": "c", "url": "/v1/completions", "body": {**body, "prompt": "x", "top_kk": 1}},
         {"custom_id": "d", "url": "/v1/nowhere", "body": {}},
     ]
-    source.write_text("\n".join([*map(json.dumps, lines), "{no json", ""]))
+    source.write_text("\n".join([*map(json.dumps, lines), "{no json", "[" * 100_000, ""]))
     command = [
         "-i",
         str(source),
@@ -426,7 +463,7 @@ def test_a_batch_is_answered_line_by_line_and_resumed(qwen3_path, tmp_path, caps
     command += ["--max-model-len", "256"]
     assert run_batch.main(command) == 0
     answers = {answer["id"]: answer for answer in map(json.loads, target.read_text().splitlines())}
-    assert [answers[f"batch-{n}"]["response"]["status_code"] for n in range(1, 6)] == [200, 200, 400, 400, 400]
+    assert [answers[f"batch-{n}"]["response"]["status_code"] for n in range(1, 7)] == [200, 200, 400, 400, 400, 400]
     assert answers["batch-1"]["response"]["body"]["usage"]["completion_tokens"] == 4
     assert "top_kk" in answers["batch-3"]["error"]["message"] and "line 5" in answers["batch-5"]["error"]["message"]
     assert answers["batch-5"]["custom_id"] is None
@@ -435,7 +472,33 @@ def test_a_batch_is_answered_line_by_line_and_resumed(qwen3_path, tmp_path, caps
     target.write_text("".join(kept) + '{"id": "batch-2", "custom_id": "b", "resp')
     assert run_batch.main(command) == 0
     again = target.read_text().splitlines()
-    assert len(again) == 6 and json.loads(again[-1])["custom_id"] == "b"
+    assert len(again) == 7 and json.loads(again[-1])["custom_id"] == "b"
     assert run_batch.main(command) == 0 and target.read_text().splitlines() == again
     assert run_batch.main([*command[:4], "--model", "nowhere"]) == 1
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("error: ")
+
+
+def test_an_interrupted_batch_keeps_what_it_answered(qwen3_path, tmp_path):
+    """Ctrl-C: status 130 and one line; every answer that was written is whole, and a second run adds the rest."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    bodies = [{"prompt": f"Number {i}", "temperature": 0, "max_tokens": 100, "ignore_eos": True} for i in range(300)]
+    lines = [{"custom_id": str(i), "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
+    source.write_text("\n".join(map(json.dumps, lines)))
+    options = ["-i", str(source), "-o", str(target), "--model", qwen3_path, "--device", "cpu", "--max-num-seqs", "2"]
+    options += ["--num-kvcache-blocks", "64", "--max-model-len", "256"]
+    command = [sys.executable, "-c", "import sys; from nanovllm.server import batch; sys.exit(batch())", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not target.exists() or target.read_text().count("\n") < 3:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and error.splitlines()[-1].startswith("interrupted: ") and "Trace" not in error
+    first = target.read_text().splitlines()
+    assert 3 <= len(first) < 300
+    assert all(json.loads(line)["response"]["status_code"] == 200 for line in first)
+    options[options.index("--max-num-seqs") + 1] = "64"
+    assert run_batch.main([*options, "--num-kvcache-blocks", "1024"]) == 0
+    answers = target.read_text().splitlines()
+    assert answers[: len(first)] == first
+    assert sorted(int(json.loads(line)["custom_id"]) for line in answers) == list(range(300))

@@ -50,7 +50,7 @@ async def _answer(service: Service, number: int, line: str) -> dict[str, Any]:
             request = model.model_validate(entry["body"])
         except ValidationError as error:
             raise validation_error(error.errors()) from None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ApiError(400, f"line {number} is no request for {' or '.join(_ROUTES)}: {error!r}") from None
         if request.stream:
             raise ApiError(400, "stream=true is not allowed in a batch", "stream")
@@ -65,7 +65,7 @@ async def _answer(service: Service, number: int, line: str) -> dict[str, Any]:
 def _object(line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter of brackets in brackets in brackets
         return {}
     return found if isinstance(found, dict) else {}
 
