@@ -15,7 +15,14 @@ from nanovllm.context import ForwardContext, forward_context
 from nanovllm.engine.batch import Inputs, Rows, decode_inputs, pack_prefill, prefill_inputs, upload
 from nanovllm.engine.cuda_graph import StepGraphs
 from nanovllm.engine.results import PLAIN, PendingResult, draw_tokens, score_chunks
-from nanovllm.engine.sansho_batch import decode_window, last_rows, prefill_window, snapshot_rows, state_segments
+from nanovllm.engine.sansho_batch import (
+    decode_window,
+    last_rows,
+    prefill_window,
+    snapshot_rows,
+    state_pieces,
+    state_segments,
+)
 from nanovllm.engine.step import BlockUpdates, PrefillChunk, RowStart, Sampling, Step
 from nanovllm.layers.mamba import MambaState
 from nanovllm.models.sansho import SanshoCaches, SanshoForCausalLM, SanshoStep
@@ -258,15 +265,11 @@ class SanshoModelRunner:
         taken = snapshot_rows(chunks, self.rows.padding_row + 1)
         window = prefill_window(chunks, taken, self.ring, self.device)
         last, index, own_rows, meta = last_rows(chunks, rows, inputs.attention)
-        step = SanshoStep(
-            window,
-            self._shared_slots(inputs.attention.slot_mapping),
-            own_rows,
-            state_segments(chunks, taken),
-            last,
-            index,
-        )
         scored = any(chunk.score_targets for chunk in chunks)
+        chunk_size = self.model.config.mamba_chunk_size
+        pieces = state_pieces(state_segments(chunks, taken), scored, chunk_size, self.device)
+        slots = self._shared_slots(inputs.attention.slot_mapping)
+        step = SanshoStep(window, slots, own_rows, pieces, last, index)
         if scored:  # every row's logits are wanted
             step.last, meta = None, inputs.attention
         hidden = self._forward(inputs, meta, step)
