@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from test_scoring import check_scores
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import sansho_batch
 from nanovllm.engine.batch import upload
-from nanovllm.layers import mamba
 from nanovllm.models.sansho_config import SANSHO_500M, SanshoConfig
 
 B = 4
@@ -149,7 +149,7 @@ def test_every_place_around_the_window(make_llm, sansho_path, length):
 
 def test_long_prompts_are_absorbed_in_pieces(make_llm, sansho_path, monkeypatch):
     """Pieces of 5 tokens that cut sequences, snapshots and chunks of the scan."""
-    monkeypatch.setattr(mamba, "_TOKENS", 5)
+    monkeypatch.setattr(sansho_batch, "_PIECE_TOKENS", 5)
     llm = make_llm(sansho_path, max_num_batched_tokens=40)
     prompts = make_prompts(17, 9, 5, 33, 8)
     for _ in range(2):

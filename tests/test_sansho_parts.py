@@ -7,31 +7,33 @@ import torch.nn.functional as F
 
 from nanovllm.attention.base import KVCache
 from nanovllm.attention.window import Ring, WindowMetadata, window_attention
-from nanovllm.engine.sansho_batch import prefill_window, snapshot_rows, state_segments
+from nanovllm.engine import sansho_batch
+from nanovllm.engine.sansho_batch import prefill_window, snapshot_rows, state_pieces, state_segments
 from nanovllm.engine.snapshots import Snapshots
 from nanovllm.engine.step import PrefillChunk
 from nanovllm.kernels.mamba_step import Drive, gated_norm_ref, mamba_conv_ref, mamba_read_ref
 from nanovllm.kernels.ssd import Segment, causal_conv_ref, ssd_ref
-from nanovllm.layers.mamba import _cut
 from nanovllm.models.sansho_reference import attention
 
-H, P, G, N = 6, 5, 2, 7
+L, H, P, G, N = 3, 6, 5, 2, 7
 
 
 def scan_inputs(num_tokens):
-    """x, dt, a, b, c of one sequence."""
-    x, b, c = torch.randn(num_tokens, H, P), torch.randn(num_tokens, G, N), torch.randn(num_tokens, G, N)
-    return x, torch.rand(num_tokens, H), -8 * torch.rand(H), b, c
+    """x, dt, b, c, a_log, dt_bias, d of one sequence."""
+    x, dt = torch.randn(num_tokens, L, H, P), torch.randn(num_tokens, L, H)
+    return x, dt, *torch.randn(2, num_tokens, L, G, N), *torch.randn(3, L, H)
 
 
-def recurrence(x, dt, a, b, c, state):
+def recurrence(x, dt, b, c, a_log, dt_bias, d, state):
     """One token after the other, in float64."""
-    x, dt, a, b, c, state = (tensor.double() for tensor in (x, dt, a, b, c, state))
+    x, dt, b, c, a_log, dt_bias, d, state = (tensor.double() for tensor in (x, dt, b, c, a_log, dt_bias, d, state))
     group = torch.arange(H) // (H // G)
     y = torch.empty_like(x)
+    dt = F.softplus(dt + dt_bias)
     for t in range(len(x)):
-        state = torch.exp(dt[t] * a)[:, None, None] * state + torch.einsum("h,hp,hn->hpn", dt[t], x[t], b[t, group])
-        y[t] = torch.einsum("hpn,hn->hp", state, c[t, group])
+        decay = torch.exp(-dt[t] * a_log.exp())[..., None, None]
+        state = decay * state + torch.einsum("lh,lhp,lhn->lhpn", dt[t], x[t], b[t][:, group])
+        y[t] = torch.einsum("lhpn,lhn->lhp", state, c[t][:, group]) + d[..., None] * x[t]
     return y.float(), state.float()
 
 
@@ -41,7 +43,7 @@ def recurrence(x, dt, a, b, c, state):
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9, 31])
 @pytest.mark.parametrize("chunk_size", [1, 4, 8, 64])
 def test_chunks_are_the_recurrence(num_tokens, chunk_size):
-    inputs, states = scan_inputs(num_tokens), torch.randn(3, H, P, N)
+    inputs, states = scan_inputs(num_tokens), torch.randn(3, L, H, P, N)
     expected, last = recurrence(*inputs, states[1])
     before = states.clone()
     y = ssd_ref(*inputs, states, [Segment(0, num_tokens, 1, 2)], chunk_size)
@@ -49,19 +51,19 @@ def test_chunks_are_the_recurrence(num_tokens, chunk_size):
     torch.testing.assert_close(states[2], last, rtol=1e-4, atol=1e-4)
     assert torch.equal(states[:2], before[:2])
     without = before.clone()
-    assert ssd_ref(*inputs[:4], None, without, [Segment(0, num_tokens, 1, 2)], chunk_size) is None
+    assert ssd_ref(*inputs[:3], None, *inputs[4:], without, [Segment(0, num_tokens, 1, 2)], chunk_size) is None
     torch.testing.assert_close(without, states)
 
 
 def test_segments_go_on_from_one_another():
     """Two sequences; the first leaves a copy of itself after 4 tokens and at its end."""
-    inputs, states = scan_inputs(12), torch.randn(5, H, P, N)
+    inputs, states = scan_inputs(12), torch.randn(5, L, H, P, N)
     before = states.clone()
     segments = [Segment(0, 4, 0, 3), Segment(4, 9, 3, 4), Segment(9, 9, 4, 0), Segment(9, 12, 1, 1)]
     y = ssd_ref(*inputs, states, segments, 3)
     one, two, other = slice(0, 4), slice(0, 9), slice(9, 12)
     for part, first, found in ((one, 0, 3), (two, 0, 4), (two, 0, 0), (other, 1, 1)):
-        own = [inputs[0][part], inputs[1][part], inputs[2], inputs[3][part], inputs[4][part]]
+        own = [*(tensor[part] for tensor in inputs[:4]), *inputs[4:]]
         expected, last = recurrence(*own, before[first])
         torch.testing.assert_close(y[part], expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(states[found], last, rtol=1e-4, atol=1e-4)
@@ -72,12 +74,13 @@ def test_segments_go_on_from_one_another():
 @pytest.mark.parametrize("cuts", [(9,), (1, 9), (4, 5, 9)])
 def test_convolution_in_pieces(width, cuts):
     """Any cuts give what one convolution over all tokens gives."""
-    x, weight, bias = torch.randn(9, 11), torch.randn(11, width), torch.randn(11)
-    states = torch.zeros(2, 11, width - 1)
-    expected = F.silu(F.conv1d(F.pad(x.T, (width - 1, 0)), weight[:, None], bias, groups=11).T)
+    x, weight, bias = torch.randn(9, 2, 11), torch.randn(2, 11, width), torch.randn(2, 11)
+    states = torch.zeros(2, 2, 11, width - 1)
+    past = F.pad(x.flatten(1).T, (width - 1, 0))
+    expected = F.silu(F.conv1d(past, weight.view(22, 1, width), bias.flatten(), groups=22).T).view(x.shape)
     segments = [Segment(first, end, 1, 1) for first, end in zip((0, *cuts), cuts, strict=False)]
     torch.testing.assert_close(causal_conv_ref(x, weight, bias, states, segments), expected)
-    assert torch.equal(states[1], F.pad(x.T, (width - 1, 0))[:, 9:])
+    assert torch.equal(states[1].flatten(0, 1), past[:, 9:])
 
 
 def test_a_step_is_a_scan_of_one_token():
@@ -97,20 +100,18 @@ def test_a_step_is_a_scan_of_one_token():
     ]
     for i, row in ((0, 2), (2, 0)):
         for layer in range(layers):
-            own, mine = before[0][row, layer][None].clone(), before[1][row, layer][None].clone()
-            xb = causal_conv_ref(
-                projected[i, layer][None, :channels], weight[layer], bias[layer], own, [Segment(0, 1, 0, 0)]
-            )
-            own_x, own_b = xb[:, : H * P].view(1, H, P), xb[:, H * P :].view(1, G, N)
-            own_dt = F.softplus(projected[i, layer, channels:] + dt_bias[layer])[None]
-            own_c = c[i, layer][None]
-            expected = ssd_ref(own_x, own_dt, -a_log[layer].exp(), own_b, own_c, mine, [Segment(0, 1, 0, 0)], 8)
-            expected = expected + d[:, None] * own_x
-            torch.testing.assert_close(conv[row, layer], own[0])
-            torch.testing.assert_close(states[row, layer], mine[0])
-            torch.testing.assert_close(y[layer][i], expected[0])
-            again = mamba_read_ref(own_x, None, states[:, layer], rows[i : i + 1], own_c, d)
-            torch.testing.assert_close(again, expected)
+            at, one, segments = slice(layer, layer + 1), projected[i : i + 1], [Segment(0, 1, 0, 0)]
+            own, mine = (tensor[row : row + 1, at].clone() for tensor in before)
+            own_xb = causal_conv_ref(one[:, at, :channels], weight[at], bias[at], own, segments)
+            own_x, own_b = own_xb.split((H * P, G * N), dim=-1)
+            own_x, own_b, own_c = own_x.view(1, 1, H, P), own_b.view(1, 1, G, N), c[i : i + 1, at]
+            rest = (a_log[at], dt_bias[at], d[None], mine, segments, 8)
+            expected = ssd_ref(own_x, one[:, at, channels:], own_b, own_c, *rest)
+            torch.testing.assert_close(conv[row, layer], own[0, 0])
+            torch.testing.assert_close(states[row, layer], mine[0, 0])
+            torch.testing.assert_close(y[layer][i], expected[0, 0])
+            again = mamba_read_ref(own_x[:, 0], None, states[:, layer], rows[i : i + 1], own_c[:, 0], d)
+            torch.testing.assert_close(again, expected[:, 0])
     assert torch.equal(states[1], before[1][1])
     assert torch.equal(conv[1], before[0][1])
 
@@ -121,15 +122,25 @@ def test_the_gated_norm_is_per_group():
     torch.testing.assert_close(gated_norm_ref(y, z, weight, 1e-5, 3), expected)
 
 
-def test_segments_are_cut_with_their_tokens():
-    """Pieces of 4 tokens: what was begun goes on in its target, an empty segment stays with its predecessor."""
+def test_segments_are_cut_with_their_tokens(monkeypatch):
+    """Pieces of 4 tokens: what was begun goes on in its target, an empty segment stays with its predecessor. Kernels
+    take spans of 3 tokens at most, of which the first one of those that go on from one another knows a source."""
+    monkeypatch.setattr(sansho_batch, "_PIECE_TOKENS", 4)
     segments = [Segment(0, 6, 0, 7), Segment(6, 8, 7, 8), Segment(8, 8, 8, 0), Segment(8, 11, 1, 1)]
-    pieces = [_cut(segments, start, min(start + 4, 11)) for start in range(0, 11, 4)]
-    assert pieces == [
-        [(0, 4, 0, 7)],
-        [(0, 2, 7, 7), (2, 4, 7, 8), (4, 4, 8, 0)],
-        [(0, 3, 1, 1)],
+    pieces = state_pieces(segments, False, 3, torch.device("cpu"))
+    assert [(piece.start, piece.end, piece.segments, piece.table.tolist()) for piece in pieces] == [
+        (0, 4, [(0, 4, 0, 7)], [[0, 3, 0, -1, 0, 0], [3, 4, -1, 7, 0, 0]]),
+        (
+            4,
+            8,
+            [(0, 2, 7, 7), (2, 4, 7, 8), (4, 4, 8, 0)],
+            [[0, 2, 7, 7, 0, 7], [2, 4, -1, 8, 0, 7], [4, 4, -1, 0, 0, 7]],
+        ),
+        (8, 11, [(0, 3, 1, 1)], [[0, 3, 1, 1, 0, 1]]),
     ]
+    (whole_step,) = state_pieces(segments, True, 3, torch.device("cpu"))
+    assert (whole_step.start, whole_step.end, whole_step.segments) == (0, 11, segments)
+    assert whole_step.table[-2:].tolist() == [[8, 8, -1, 0, 0, 0], [8, 11, 1, 1, 8, 1]]
 
 
 # Windows

@@ -9,7 +9,11 @@ from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.window import Ring, WindowMetadata
 from nanovllm.engine.batch import upload
 from nanovllm.engine.step import PrefillChunk
-from nanovllm.kernels.ssd import Segment
+from nanovllm.kernels.ssd import Piece, Segment, span_table
+
+# Tokens of a prefill whose projections exist at once where nobody wants all outputs: 27,008 numbers a token in the
+# 500m shape.
+_PIECE_TOKENS = 1024
 
 
 def snapshot_rows(chunks: list[PrefillChunk], first_row: int) -> list[list[tuple[int, int]]]:
@@ -36,6 +40,28 @@ def state_segments(chunks: list[PrefillChunk], snapshots: list[list[tuple[int, i
         segments.append(Segment(first, end, row, chunk.row))
         first = end
     return segments
+
+
+def state_pieces(segments: list[Segment], scored: bool, chunk_size: int, device: torch.device) -> list[Piece]:
+    """All tokens of a step in pieces, or in one where it is `scored`: every token's outputs are wanted then."""
+    num_tokens = segments[-1].end
+    size = num_tokens if scored else _PIECE_TOKENS
+    cuts = [(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
+    parts = [_cut(segments, *cut) for cut in cuts]
+    tables = [span_table(part, chunk_size) for part in parts]
+    uploaded = upload(np.concatenate(tables), torch.int32, device).split([len(table) for table in tables])
+    return [Piece(*cut, part, chunk_size, table) for cut, part, table in zip(cuts, parts, uploaded, strict=True)]
+
+
+def _cut(segments: list[Segment], start: int, end: int) -> list[Segment]:
+    """The parts of segments within tokens start .. end - 1, counted from start; what was begun before goes on in its
+    target row. A segment without tokens belongs to where the one before it ended."""
+    parts = []
+    for first, last, source, target in segments:
+        if max(first, start) < min(last, end) or start < first == last <= end:
+            begun = target if first < start else source
+            parts.append(Segment(max(first, start) - start, min(last, end) - start, begun, target))
+    return parts
 
 
 def prefill_window(

@@ -15,7 +15,7 @@ from nanovllm.context import ForwardContext, forward_context
 from nanovllm.engine.batch import Inputs, Rows, decode_inputs, pack_prefill, prefill_inputs, upload
 from nanovllm.engine.cuda_graph import StepGraphs
 from nanovllm.engine.results import PLAIN, PendingResult, draw_tokens, score_chunks
-from nanovllm.engine.sansho_batch import last_rows, prefill_window, snapshot_rows, state_segments
+from nanovllm.engine.sansho_batch import last_rows, prefill_window, snapshot_rows, state_pieces, state_segments
 from nanovllm.engine.step import BlockUpdates, PrefillChunk, RowStart, Sampling, Step
 from nanovllm.layers.embed_head import empty_logits
 from nanovllm.layers.mamba import MambaState
@@ -254,15 +254,10 @@ class SanshoModelRunner:
         taken = snapshot_rows(chunks, self.rows.padding_row + 1)
         window = prefill_window(chunks, taken, self.ring, self.device)
         last, index, own_rows, meta = last_rows(chunks, rows, inputs.attention)
-        step = SanshoStep(
-            window,
-            inputs.attention.slot_mapping,
-            own_rows,
-            state_segments(chunks, taken),
-            last,
-            index,
-        )
         scored = any(chunk.score_targets for chunk in chunks)
+        chunk_size = self.model.config.mamba_chunk_size
+        pieces = state_pieces(state_segments(chunks, taken), scored, chunk_size, self.device)
+        step = SanshoStep(window, inputs.attention.slot_mapping, own_rows, pieces, last, index)
         if scored:  # every row's logits are wanted
             step.last, meta = None, inputs.attention
         hidden = self._forward(inputs, meta, step)

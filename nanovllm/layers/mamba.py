@@ -6,17 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.mamba_step import Drive, gated_norm, mamba_conv, mamba_read
-from nanovllm.kernels.ssd import Segment, causal_conv_ref, ssd_ref
+from nanovllm.kernels.ssd import Piece, causal_conv, ssd
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
-
-# Tokens of a prefill whose projections exist at once where nobody wants all outputs: 27,008 numbers a token in the
-# 500m shape.
-_TOKENS = 1024
 
 
 class Stacked(nn.Module):
@@ -68,28 +63,27 @@ class StateRows:
 
 @dataclass(slots=True)
 class Scan:
-    """What the layers read at every token of a prefill; reading moves the layer's states on. x [T, L, H, P],
-    b [T, L, G, N], dt [T, L, H], a and d [L, H]."""
+    """What the layers read at every token of a piece; reading moves the layer's states on. x [T, L, H, P],
+    dt [T, L, H], b [T, L, G, N], params as `MemorySide` holds them, ssm of all rows."""
 
     x: torch.Tensor
-    b: torch.Tensor
     dt: torch.Tensor
-    a: torch.Tensor
-    d: torch.Tensor
+    b: torch.Tensor
+    params: Stacked
     ssm: torch.Tensor
-    segments: list[Segment]
-    chunk_size: int
+    piece: Piece
 
     def read(self, layer: int, c: torch.Tensor) -> torch.Tensor:
         """y [T, H, P] of one layer for its c [T, G, N]."""
-        x, b, dt = self.x[:, layer], self.b[:, layer], self.dt[:, layer]
-        y = ssd_ref(x, dt, self.a[layer], b, c, self.ssm[:, layer], self.segments, self.chunk_size)
-        return y + self.d[layer][:, None] * x
+        return self._move(slice(layer, layer + 1), c[:, None])[:, 0]
 
     def advance(self) -> None:
         """Move the states of all layers on without reading."""
-        x, b, dt = (tensor.flatten(1, 2) for tensor in (self.x, self.b, self.dt))
-        ssd_ref(x, dt, self.a.flatten(), b, None, self.ssm.flatten(1, 2), self.segments, self.chunk_size)
+        self._move(slice(None), None)
+
+    def _move(self, at: slice, c: torch.Tensor | None) -> torch.Tensor | None:
+        params = (param[at] for param in (self.params.A_log, self.params.dt_bias, self.params.D))
+        return ssd(self.x[:, at], self.dt[:, at], self.b[:, at], c, *params, self.ssm[:, at], self.piece)
 
 
 class MemorySide:
@@ -100,13 +94,11 @@ class MemorySide:
         conv: weight [L, C, 1, W_c] and perhaps bias [L, C].
         ssm: A_log, D, dt_bias [L, H] float32.
         num_groups: G.
-        chunk_size: tokens that a scan takes at once.
     """
 
-    def __init__(self, proj: Linear, conv: Stacked, ssm: Stacked, num_groups: int, chunk_size: int) -> None:
+    def __init__(self, proj: Linear, conv: Stacked, ssm: Stacked, num_groups: int) -> None:
         self.proj, self.conv, self.ssm = proj, conv, ssm
         self.num_groups = num_groups
-        self.chunk_size = chunk_size
 
     def step(self, memory: torch.Tensor, rows: torch.Tensor, state: MambaState) -> StateRows:
         """Convolve one token of each of `rows` [R], memory [R, d]; reading moves the states on."""
@@ -118,31 +110,28 @@ class MemorySide:
         drive = Drive(b.unflatten(-1, (-1, size)), dt, ssm.A_log)
         return StateRows(x.unflatten(-1, (heads, dim)), ssm.D, rows, state.ssm, drive)
 
-    def scan(self, memory: torch.Tensor, segments: list[Segment], state: MambaState) -> Scan:
-        """Convolve tokens [T, d] of a prefill; the states wait to be moved on."""
+    def scan(self, memory: torch.Tensor, piece: Piece, state: MambaState) -> Scan:
+        """Convolve a piece of the tokens [T, d] of a prefill; its states wait to be moved on."""
         weight, bias = self.conv.weight[:, :, 0], getattr(self.conv, "bias", None)
         layers, channels = weight.shape[:2]
         heads, dim, size = state.ssm.shape[2:]
-        projected = self.proj(memory).unflatten(-1, (layers, channels + heads))
+        projected = self.proj(memory[piece.start : piece.end]).unflatten(-1, (layers, channels + heads))
         xb, dt = projected.split((channels, heads), dim=-1)
-        bias = None if bias is None else bias.flatten()
-        xb = causal_conv_ref(xb.flatten(1), weight.flatten(0, 1), bias, state.conv.flatten(1, 2), segments)
-        x, b = xb.unflatten(-1, (layers, channels)).split((heads * dim, self.num_groups * size), dim=-1)
-        dt = F.softplus(dt.float() + self.ssm.dt_bias)
+        xb = causal_conv(xb, weight, bias, state.conv, piece)
+        x, b = xb.split((heads * dim, self.num_groups * size), dim=-1)
         x, b = x.unflatten(-1, (heads, dim)), b.unflatten(-1, (self.num_groups, size))
-        return Scan(x, b, dt, -self.ssm.A_log.exp(), self.ssm.D, state.ssm, segments, self.chunk_size)
+        return Scan(x, dt, b, self.ssm, state.ssm, piece)
 
     def absorb(
-        self, memory: torch.Tensor, segments: list[Segment], state: MambaState, last: list[int], rows: torch.Tensor
+        self, memory: torch.Tensor, pieces: list[Piece], state: MambaState, last: list[int], rows: torch.Tensor
     ) -> StateRows:
         """Move the states over all tokens [T, d] without reading them; what is to be read is left at the tokens
         `last`, ascending, the last ones of `rows` [len(last)]."""
         found = [memory.new_empty(0, *state.ssm.shape[1:4])]
-        for start in range(0, len(memory), _TOKENS):
-            end = min(start + _TOKENS, len(memory))
-            scan = self.scan(memory[start:end], _cut(segments, start, end), state)
+        for piece in pieces:
+            scan = self.scan(memory, piece, state)
             scan.advance()
-            found += [scan.x[token - start, None] for token in last if start <= token < end]
+            found += [scan.x[token - piece.start, None] for token in last if piece.start <= token < piece.end]
         return StateRows(torch.cat(found), self.ssm.D, rows, state.ssm)
 
 
@@ -161,14 +150,3 @@ class CrossMamba(nn.Module):
         z, c = self.in_proj(u).tensor_split((self.channels,), dim=-1)
         y = memory.read(layer, c.unflatten(-1, (self.num_groups, -1)))
         return self.out_proj(gated_norm(y.flatten(1), z, self.norm.weight, self.norm.eps, self.num_groups))
-
-
-def _cut(segments: list[Segment], start: int, end: int) -> list[Segment]:
-    """The parts of segments within tokens start .. end - 1, counted from start; what was begun before goes on in its
-    target row. A segment without tokens belongs to where the one before it ended."""
-    parts = []
-    for first, last, source, target in segments:
-        if max(first, start) < min(last, end) or start < first == last <= end:
-            begun = target if first < start else source
-            parts.append(Segment(max(first, start) - start, min(last, end) - start, begun, target))
-    return parts

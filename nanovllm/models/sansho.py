@@ -16,7 +16,7 @@ from nanovllm.attention.base import KVCache
 from nanovllm.attention.window import WindowMetadata, window_attention
 from nanovllm.cache_spec import CacheSpec, PagedKVSpec, StateSpec, WindowKVSpec
 from nanovllm.kernels.qkv import split_norm_rotate_write
-from nanovllm.kernels.ssd import Segment
+from nanovllm.kernels.ssd import Piece
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import Embedding
 from nanovllm.layers.layernorm import RMSNorm
@@ -44,7 +44,7 @@ class SanshoStep:
     window: of all window caches.
     shared_slots: [T] int64, where their shared keys and values are written; -1: nowhere.
     rows: [R] int64, of the tokens that meet the cross-decoder; all of a decode step's.
-    segments: of a prefill; None for a decode step.
+    pieces: of a prefill, one where `last` is None; None for a decode step.
     last: of a prefill, those R tokens, each its row's last one in this step, ascending; None for all T.
     last_index: [R] int64, the same on the device.
     """
@@ -52,7 +52,7 @@ class SanshoStep:
     window: WindowMetadata
     shared_slots: torch.Tensor
     rows: torch.Tensor
-    segments: list[Segment] | None = None
+    pieces: list[Piece] | None = None
     last: list[int] | None = None
     last_index: torch.Tensor | None = None
 
@@ -145,9 +145,7 @@ class SanshoModel(nn.Module):
             conv["bias"] = (channels,)
         self.memory_conv = Stacked([f"{path}.conv1d" for path in paths], conv)
         self.memory_ssm = Stacked(paths, dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)), torch.float32)
-        self.memory_side = MemorySide(
-            self.memory_proj, self.memory_conv, self.memory_ssm, config.mamba_n_groups, config.mamba_chunk_size
-        )
+        self.memory_side = MemorySide(self.memory_proj, self.memory_conv, self.memory_ssm, config.mamba_n_groups)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: SanshoStep, caches: SanshoCaches
@@ -160,12 +158,12 @@ class SanshoModel(nn.Module):
         self._write_shared(memory, step.shared_slots, caches.shared)
 
         side, state = self.memory_side, caches.state
-        if step.segments is None:
+        if step.pieces is None:
             source = side.step(memory, step.rows, state)
         elif step.last is None:
-            source = side.scan(memory, step.segments, state)
+            source = side.scan(memory, step.pieces[0], state)
         else:
-            source = side.absorb(memory, step.segments, state, step.last, step.rows)
+            source = side.absorb(memory, step.pieces, state, step.last, step.rows)
             hidden = hidden[step.last_index]
         return self._cross(hidden, source, caches.shared)
 
