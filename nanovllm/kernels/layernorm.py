@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from nanovllm.kernels.choice import overlaps_launches, twin
 from nanovllm.kernels.quantize import QuantizedActivation, quantize_tokens_ref
-
-
-class PendingNorm(NamedTuple):
-    """RMSNorm of x, or of x + residual, that the kernel which reads it computes on the way; see `linear`.
-
-    x: [M, D].
-    residual: [M, D], or None.
-    total: [M, D], which that kernel fills with x + residual; x itself without a residual.
-    weight, eps: of the norm.
-    """
-
-    x: torch.Tensor
-    residual: torch.Tensor | None
-    total: torch.Tensor
-    weight: torch.Tensor
-    eps: float
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of x."""
-        return self.x.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of x."""
-        return self.x.dtype
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

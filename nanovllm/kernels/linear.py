@@ -7,14 +7,10 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.activation import silu_and_mul, silu_and_mul_ref
 from nanovllm.kernels.choice import overlaps_launches, twin
-from nanovllm.kernels.layernorm import PendingNorm
 
 # Elements of W up to which the kernel with matrix units was measured against cuBLAS, and rows.
 _MATRIX_SIZE = 8 << 20
 _MATRIX_ROWS = 64
-# Rows up to which these kernels normalise x themselves. Each program does so for all of its rows, and keeps two tiles
-# of them under way.
-_NORM_ROWS = 16
 
 
 def small_kernel(num_rows: int, n: int, k: int, overlaps: bool) -> str | None:
@@ -41,50 +37,31 @@ def gated_linear_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return silu_and_mul_ref(linear_ref(x, weight, bias))
 
 
-def takes_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` and `gated_linear` take a PendingNorm of x [M, K]: where a kernel for few rows reads it."""
-    return len(x) <= _NORM_ROWS and _small_kernel_for(x, weight) is not None
-
-
 def linear(
-    x: torch.Tensor | PendingNorm, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`linear_ref`, for few rows of 16-bit numbers on a GPU by a kernel that streams W once, and that computes a
-    PendingNorm itself: products with x and the sum of its squares are summed up side by side, and the norm's factor
-    comes last. `out` may have rows that lie apart.
+    """`linear_ref`, for few rows of 16-bit numbers on a GPU by a kernel that streams W once. Rows of `out` may lie apart.
 
     Bytes: 2 N K for the weights; x and y stay in L2.
     """
-    kind = _small_kernel_for(x, weight)
-    return linear_ref(x, weight, bias, out) if kind is None else _small_linear(x, weight, bias, out, kind, gated=False)
+    result = _small_linear(x, weight, bias, out, gated=False)
+    return linear_ref(x, weight, bias, out) if result is None else result
 
 
-def gated_linear(x: torch.Tensor | PendingNorm, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`gated_linear_ref`, for few rows in one launch that rounds once, at the end; x as in `linear`."""
-    kind = _small_kernel_for(x, weight)
-    if kind is None:
-        return silu_and_mul(linear_ref(x, weight, bias))
-    return _small_linear(x, weight, bias, None, kind, gated=True)
-
-
-def _small_kernel_for(x: torch.Tensor | PendingNorm, weight: torch.Tensor) -> str | None:
-    """As `small_kernel`; None on a CPU and for 32-bit numbers too."""
-    source = x.x if isinstance(x, PendingNorm) else x
-    if not source.is_cuda or source.element_size() != 2 or not source.is_contiguous() or twin("linear") is None:
-        return None
-    return small_kernel(len(source), *weight.shape, overlaps_launches(source.device))
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`gated_linear_ref`, for few rows in one launch that rounds once, at the end."""
+    result = _small_linear(x, weight, bias, None, gated=True)
+    return silu_and_mul(linear_ref(x, weight, bias)) if result is None else result
 
 
 def _small_linear(
-    x: torch.Tensor | PendingNorm,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-    kind: str,
-    gated: bool,
-) -> torch.Tensor:
-    overlaps = overlaps_launches(weight.device)
-    norm = (None, x, None, 0.0)
-    if isinstance(x, PendingNorm):
-        x, *norm = x
-    return twin("linear").small_linear(x, norm, weight, bias, out, gated, kind == "vector", overlaps)
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None, gated: bool
+) -> torch.Tensor | None:
+    """By a kernel, or None where cuBLAS does as well."""
+    if not x.is_cuda or x.element_size() != 2 or not x.is_contiguous() or twin("linear") is None:
+        return None
+    overlaps = overlaps_launches(x.device)
+    kind = small_kernel(len(x), *weight.shape, overlaps)
+    if kind is None:
+        return None
+    return twin("linear").small_linear(x, weight, bias, out, gated, kind == "vector", overlaps)

@@ -1,8 +1,4 @@
-"""A matrix of weights times a few rows, at memory bandwidth; for an MLP with the gate in the same launch.
-
-The rows may be normalised on the way (NORM 1), as the sum of two (NORM 2): y = rms(x) (W (g x)). Every program sums the
-squares of its rows beside their products, which costs no step of its own, as a norm ahead of the products would.
-"""
+"""A matrix of weights times a few rows, at memory bandwidth; for an MLP with the gate in the same launch."""
 
 from __future__ import annotations
 
@@ -10,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-# Programs that keep an H200's multiprocessors busy, nearly.
-_PROGRAMS = 120
 # Of the matrix kernel: numbers of a row at once, and bytes under way.
 _BLOCK_K, _STAGE_BYTES = 128, 96 << 10
 
@@ -21,26 +15,10 @@ def _silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
-@triton.jit
-def _read(x_ptr, residual_ptr, total_ptr, g_ptr, offsets, live, k, K, squares, NORM: tl.constexpr):
-    """A tile of x as products take it, in float32 with NORM, and the sums of squares with it. The first programs of
-    all also store x + residual."""
-    x = tl.load(x_ptr + offsets, mask=live, other=0.0)
-    if NORM > 0:
-        if NORM == 2:
-            residual = tl.load(residual_ptr + offsets, mask=live, other=0.0)
-            x = (x.to(tl.float32) + residual.to(tl.float32)).to(x_ptr.dtype.element_ty)
-            tl.store(total_ptr + offsets, x, mask=live & (tl.zeros_like(offsets) == tl.program_id(0)))
-        x = x.to(tl.float32)
-        squares += x * x
-        x *= tl.load(g_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-    return x, squares
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _vector_kernel(
-    x_ptr, residual_ptr, total_ptr, g_ptr, w_ptr, b_ptr, y_ptr, num_rows, N, K, y_stride, eps,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, y_ptr, num_rows, N, K, y_stride,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program computes BLOCK_N columns of y [num_rows, N] for all rows; GATED: W is [2 N, K], and column n is
@@ -54,7 +32,6 @@ def _vector_kernel(
     lanes = tl.arange(0, BLOCK_K)
     acc = tl.zeros((ROWS, BLOCK_N, BLOCK_K), dtype=tl.float32)
     up_acc = tl.zeros((ROWS, BLOCK_N, BLOCK_K), dtype=tl.float32)
-    squares = tl.zeros((ROWS, BLOCK_K), dtype=tl.float32)
     w_rows = w_ptr + n.to(tl.int64)[:, None] * K
     up_rows = w_ptr + (n + N).to(tl.int64)[:, None] * K
     # The weights do not depend on the kernel before: their first tile is on its way while that one ends.
@@ -73,22 +50,15 @@ def _vector_kernel(
             if GATED:
                 up = tl.load(up_rows + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         live = (rows[:, None] < num_rows) & (k[None, :] < K)
-        offsets = rows[:, None] * K + k[None, :]
-        x, squares = _read(x_ptr, residual_ptr, total_ptr, g_ptr, offsets, live, k[None, :], K, squares, NORM)
-        x = x.to(tl.float32)
+        x = tl.load(x_ptr + rows[:, None] * K + k[None, :], mask=live, other=0.0).to(tl.float32)
         acc += w.to(tl.float32)[None, :, :] * x[:, None, :]
         if GATED:
             up_acc += up.to(tl.float32)[None, :, :] * x[:, None, :]
     y = tl.sum(acc, axis=2)
-    if NORM > 0:
-        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-        y *= factor
     if HAS_BIAS:
         y += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
         up = tl.sum(up_acc, axis=2)
-        if NORM > 0:
-            up *= factor
         if HAS_BIAS:
             up += tl.load(b_ptr + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         y = _silu(y) * up
@@ -98,8 +68,8 @@ def _vector_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _matrix_kernel(
-    x_ptr, residual_ptr, total_ptr, g_ptr, w_ptr, b_ptr, y_ptr, num_rows, N, K, y_stride, eps,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
+    x_ptr, w_ptr, b_ptr, y_ptr, num_rows, N, K, y_stride,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As `_vector_kernel`, by matrix units: ROWS rows, which want to be 16 or more, and BLOCK_N columns."""
@@ -108,7 +78,6 @@ def _matrix_kernel(
     lanes = tl.arange(0, BLOCK_K)
     acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
     up_acc = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
-    squares = tl.zeros((ROWS, BLOCK_K), dtype=tl.float32)
     w_rows = w_ptr + n.to(tl.int64)[:, None] * K
     up_rows = w_ptr + (n + N).to(tl.int64)[:, None] * K
     if OVERLAP:
@@ -117,19 +86,12 @@ def _matrix_kernel(
     for start in range(0, K, BLOCK_K):
         k = (start + lanes)[None, :]
         mask = (n[:, None] < N) & (k < K)
-        live = (rows[:, None] < num_rows) & (k < K)
-        offsets = rows[:, None] * K + k
-        x, squares = _read(x_ptr, residual_ptr, total_ptr, g_ptr, offsets, live, k, K, squares, NORM)
-        x = x.to(x_ptr.dtype.element_ty)
+        x = tl.load(x_ptr + rows[:, None] * K + k, mask=(rows[:, None] < num_rows) & (k < K), other=0.0)
         w = tl.load(w_rows + k, mask=mask, other=0.0, eviction_policy="evict_first")
         acc = tl.dot(x, tl.trans(w), acc)
         if GATED:
             up = tl.load(up_rows + k, mask=mask, other=0.0, eviction_policy="evict_first")
             up_acc = tl.dot(x, tl.trans(up), up_acc)
-    if NORM > 0:
-        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-        acc *= factor
-        up_acc *= factor
     if HAS_BIAS:
         acc += tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         if GATED:
@@ -142,32 +104,24 @@ def _matrix_kernel(
 
 def vector_config(num_rows: int, n: int, k: int) -> dict[str, int]:
     """Tile and warps, as measured on an H200. A small W needs few columns per program, so that every multiprocessor
-    gets one, and long rows in flight; a large W has programs enough and gains from sharing x between columns. A K that
-    would fill its second tile by half comes in one."""
+    gets one, and long rows in flight; a large W has programs enough and gains from sharing x between columns."""
     block_n, block_k, num_warps = (2, 1024, 4) if n <= 2048 else (4, 512, 2)
-    if block_k < k < 2 * block_k:
-        block_k, num_warps = 2 * block_k, 2 * num_warps
     block_k = min(triton.next_power_of_2(k), block_k)
     return {"ROWS": triton.next_power_of_2(num_rows), "BLOCK_N": block_n, "BLOCK_K": block_k, "num_warps": num_warps}
 
 
-def matrix_config(num_rows: int, n: int, gated: bool, tiles_of_x: int = 1) -> dict[str, int]:
-    """Tile, warps and stages, as measured on an H200: about as many programs as multiprocessors, so that where n gives
-    few, rows are shared out too; and of stages five, or what fits into the 99 KiB of the smallest chips on which
-    launches overlap (elsewhere cuBLAS serves); of n stages n - 1 are under way."""
+def matrix_config(num_rows: int, n: int, gated: bool) -> dict[str, int]:
+    """Tile, warps and stages, as measured on an H200: about as many programs as multiprocessors, and of stages five, or
+    what fits into the 99 KiB of the smallest chips on which launches overlap (elsewhere cuBLAS serves); of n stages
+    n - 1 are under way."""
     block_n = 16 if n <= 2048 else 32 if n <= 4096 or gated else 64
     rows = min(64, max(16, triton.next_power_of_2(num_rows)))
-    while rows > 16 and triton.cdiv(n, block_n) * triton.cdiv(num_rows, rows) < _PROGRAMS:
-        rows //= 2
-    row_bytes = _BLOCK_K * 2
-    room = _STAGE_BYTES - (tiles_of_x - 1) * rows * row_bytes  # the sum of two tiles passes through shared memory again
-    stages = room // ((tiles_of_x * rows + (1 + gated) * block_n) * row_bytes)
+    stages = _STAGE_BYTES // ((rows + (1 + gated) * block_n) * _BLOCK_K * 2)
     return {"ROWS": rows, "BLOCK_N": block_n, "BLOCK_K": _BLOCK_K, "num_warps": 4, "num_stages": min(5, stages + 1)}
 
 
 def small_linear(
     x: torch.Tensor,
-    norm: tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, float],
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
@@ -178,18 +132,15 @@ def small_linear(
     """x [M, K], weight [N, K], contiguous, bias [N] or None, out [M, N] or None; returns [M, N], or with `gated`
     silu of the first N / 2 columns times the others.
 
-    norm: of x, as in `PendingNorm` (residual, total, weight, eps), contiguous; without a weight there is none. vector:
-    without matrix units. overlap: start while the kernel before still runs (sm_90 and newer).
+    vector: without matrix units. overlap: start while the kernel before still runs (sm_90 and newer).
     """
     num_rows, k = x.shape
     n = weight.shape[0] // 2 if gated else weight.shape[0]
     y = torch.empty(num_rows, n, dtype=x.dtype, device=x.device) if out is None else out
-    residual, total, g, eps = norm
-    kind = 0 if g is None else 1 if residual is None else 2
-    config = vector_config(num_rows, n, k) if vector else matrix_config(num_rows, n, gated, max(1, kind))
+    config = vector_config(num_rows, n, k) if vector else matrix_config(num_rows, n, gated)
     kernel = _vector_kernel if vector else _matrix_kernel
     kernel[(triton.cdiv(n, config["BLOCK_N"]), triton.cdiv(num_rows, config["ROWS"]))](
-        x, residual, total, g, weight, bias, y, num_rows, n, k, y.stride(0), eps, NORM=kind, GATED=gated,
-        HAS_BIAS=bias is not None, OVERLAP=overlap, **config, **({"launch_pdl": True} if overlap else {}),
+        x, weight, bias, y, num_rows, n, k, y.stride(0), GATED=gated, HAS_BIAS=bias is not None, OVERLAP=overlap,
+        **config, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     return y

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.kernels.layernorm import PendingNorm
 from nanovllm.kernels.quantize import QuantizedActivation
 from nanovllm.quantization.base import UNQUANTIZED, LinearMethod
 
@@ -49,10 +48,6 @@ class Linear(nn.Module):
         input's dtype and number of rows."""
         return self.method.input_digits(self, x.shape[0], x.dtype)
 
-    def takes_norm(self, x: torch.Tensor) -> bool:
-        """Whether the input may be a PendingNorm of x."""
-        return self.method.takes_norm(self, x)
-
     def part(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """The rows of `param` (one of the parameters) that belong to projection `name`, as a view."""
         start = 0
@@ -62,7 +57,7 @@ class Linear(nn.Module):
             start += rows
         raise KeyError(name)
 
-    def forward(self, x: torch.Tensor | QuantizedActivation | PendingNorm) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
         """[..., in_features] to [..., sum of parts]."""
         return self.method.apply(self, x)
 
@@ -70,8 +65,6 @@ class Linear(nn.Module):
 class GatedLinear(Linear):
     """Two projections [gate | up] of one input, and SwiGLU's activation of them (arXiv 2002.05202)."""
 
-    def forward(
-        self, x: torch.Tensor | QuantizedActivation | PendingNorm, digits: int = 0
-    ) -> torch.Tensor | QuantizedActivation:
+    def forward(self, x: torch.Tensor | QuantizedActivation, digits: int = 0) -> torch.Tensor | QuantizedActivation:
         """silu(gate) * up, [T, in_features] to [T, half of the parts]; quantized to `digits` if there are any."""
         return self.method.apply_gated(self, x, digits)

@@ -75,9 +75,9 @@ class DecoderLayer(nn.Module):
         rotary: Rotary,
         cache: KVCache,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm.add(x, residual, self.self_attn.qkv_proj)
+        x, residual = self.input_layernorm.add(x, residual, self.self_attn.qkv_proj.input_digits(x))
         x = self.self_attn(x, rotary, cache)
-        x, residual = self.post_attention_layernorm.add(x, residual, self.mlp.gate_up_proj)
+        x, residual = self.post_attention_layernorm.add(x, residual, self.mlp.gate_up_proj.input_digits(x))
         return self.mlp(x), residual
 
 

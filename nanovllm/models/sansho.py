@@ -114,9 +114,9 @@ class Layer(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, *context: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mixer = getattr(self, self.mixer)
-        x, residual = self.input_layernorm.add(x, residual, getattr(mixer, self.reads))
+        x, residual = self.input_layernorm.add(x, residual, getattr(mixer, self.reads).input_digits(x))
         x = mixer(x, *context)
-        x, residual = self.post_attention_layernorm.add(x, residual, self.mlp.gate_up_proj)
+        x, residual = self.post_attention_layernorm.add(x, residual, self.mlp.gate_up_proj.input_digits(x))
         return self.mlp(x), residual
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.activation import silu_and_mul
-from nanovllm.kernels.layernorm import PendingNorm
-from nanovllm.kernels.linear import gated_linear, linear, takes_norm
+from nanovllm.kernels.linear import gated_linear, linear
 from nanovllm.kernels.quant_linear import kernel_path
 from nanovllm.kernels.quantize import QuantizedActivation
 from nanovllm.quantization.layouts import Layout
@@ -42,16 +41,12 @@ class LinearMethod:
         made by the kernel that produces it; 0 for the numbers themselves."""
         return 0
 
-    def takes_norm(self, layer: nn.Module, x: torch.Tensor) -> bool:
-        """Whether `apply` takes a PendingNorm of x in its place."""
-        return takes_norm(x, layer.weight)
-
-    def apply(self, layer: nn.Module, x: torch.Tensor | QuantizedActivation | PendingNorm) -> torch.Tensor:
+    def apply(self, layer: nn.Module, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
         """x W^T + b with the parameters of `layer`, [M, k] to [M, n]."""
         return linear(x, layer.weight, layer.bias)
 
     def apply_gated(
-        self, layer: nn.Module, x: torch.Tensor | QuantizedActivation | PendingNorm, digits: int
+        self, layer: nn.Module, x: torch.Tensor | QuantizedActivation, digits: int
     ) -> torch.Tensor | QuantizedActivation:
         """silu of the first half of `apply`'s columns times the other half; quantized to `digits` if there are any."""
         if digits:
@@ -87,10 +82,6 @@ class Int8Weights(LinearMethod):
         qweight, scales = quantize_weight(weight.to(views["qweight"].device))
         views["qweight"].copy_(qweight)
         views[self.scales].copy_(scales)
-
-    def takes_norm(self, layer: nn.Module, x: torch.Tensor) -> bool:
-        """Never: a scale needs the whole row before the first product."""
-        return False
 
     def apply_gated(
         self, layer: nn.Module, x: torch.Tensor | QuantizedActivation, digits: int

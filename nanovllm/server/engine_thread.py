@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 TopLogprobs = list[list[tuple[int, float]]]
 # A hand-over that keeps the event loop busy for less than this many seconds disturbs nobody.
 _BRIEF = 0.001
+# Of a longer one's time, how much more passes before the next.
+_REST = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +224,14 @@ class EngineThread:
         self._loop.call_soon(self._rest, started)
 
     def _rest(self, started: float) -> None:
-        """Ask for more news after as long as the last took to write. Python runs one thread at a time: with hundreds of
-        streams the loop would take that time from the engine; so tokens gather, and each write carries several."""
+        """Ask for more news after a multiple of what the last took to write. Python runs one thread at a time: with
+        hundreds of streams the loop would take that time from the engine; so tokens gather, and each write carries
+        several."""
         busy = time.perf_counter() - started
         if busy < _BRIEF:
             self._loop_has_time = True
         else:
-            self._loop.call_later(busy, setattr, self, "_loop_has_time", True)
+            self._loop.call_later(_REST * busy, setattr, self, "_loop_has_time", True)
 
     def _fail_all(self, error: ApiError) -> None:
         for job in self._jobs:
