@@ -90,6 +90,7 @@ LAYOUT = {
     "engine/sansho_batch.py": DEVICE,
     "engine/model_runner.py": RUNNER,
     "engine/sansho_runner.py": RUNNER,
+    "engine/build.py": DEVICE,
     "engine/worker.py": DEVICE,
     "engine/llm_engine.py": Entry(8),
     "llm.py": Entry(9),

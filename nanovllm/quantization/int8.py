@@ -18,4 +18,4 @@ class Int8(Int8Weights):
 
     def apply(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """x W^T + b in x's dtype."""
-        return int8_linear(x, layer.qweight, layer.scales, layer.bias)
+        return int8_linear(x, layer.qweight, layer.scales, layer.added_bias)
