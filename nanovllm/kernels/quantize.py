@@ -37,7 +37,7 @@ def quantize_tokens_ref(x: torch.Tensor, group: Group = ALONE) -> QuantizedActiv
     wide = x.float()
     largest = wide.abs().amax(-1) if wide.numel() else wide.new_zeros(wide.shape[:-1])
     if group.size > 1:  # as an infinity a NaN is the largest too
-        largest = group.all_reduce(largest.nan_to_num(nan=torch.inf), largest=True)
+        largest = group.all_reduce(largest.nan_to_num(nan=torch.inf, posinf=torch.inf), largest=True)
     # By a tensor: on a GPU torch divides by a number by multiplying with its rounded inverse.
     scales = (largest / torch.full_like(largest, 127.0)).clamp(min=torch.finfo(torch.float32).tiny)
     scales = torch.where(largest == 0, 1.0, torch.where(largest.isfinite(), scales, torch.nan))
