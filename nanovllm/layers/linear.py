@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from nanovllm import distributed
-from nanovllm.distributed import Cut, Place
+from nanovllm.distributed import ALONE, Cut, Place
 from nanovllm.kernels.quantize import QuantizedActivation
 from nanovllm.quantization.base import UNQUANTIZED, LinearMethod
 
@@ -30,8 +30,9 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int | Cut, parts: dict[str, int | Cut], bias: bool = False) -> None:
         super().__init__()
-        self.group = distributed.current()
         self.inputs = as_cut(in_features)
+        # The ranks that each hold some columns of x.
+        self.sharers = distributed.current() if self.inputs.is_partial else ALONE
         self.parts = {name: as_cut(rows) for name, rows in parts.items()}
         self.in_features = self.inputs.size
         self.out_features = sum(rows.size for rows in self.parts.values())
@@ -63,7 +64,7 @@ class Linear(nn.Module):
     @property
     def added_bias(self) -> nn.Parameter | None:
         """The bias, or None where another rank adds it."""
-        return None if self.inputs.is_partial and self.group.rank else self.bias
+        return None if self.sharers.rank else self.bias
 
     def part(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """The rows of `param` (one of the parameters) that belong to projection `name`, as a view."""
@@ -82,8 +83,7 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
         """[..., in_features] to [..., sum of parts]."""
-        y = self.method.apply(self, x)
-        return self.group.all_reduce(y) if self.inputs.is_partial else y
+        return self.method.apply(self, x)
 
 
 class GatedLinear(Linear):

@@ -45,8 +45,8 @@ class LinearMethod:
         places["weight"].fill(weight)
 
     def apply(self, layer: nn.Module, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
-        """x W^T + b with the parameters of `layer`, [M, k] to [M, n]."""
-        return linear(x, layer.weight, layer.added_bias)
+        """x W^T + b with the parameters of `layer`, [M, k] to [M, n], summed over the ranks that share x."""
+        return layer.sharers.all_reduce(linear(x, layer.weight, layer.added_bias))
 
     def apply_gated(
         self, layer: nn.Module, x: torch.Tensor | QuantizedActivation, quantize: bool

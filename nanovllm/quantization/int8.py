@@ -17,5 +17,5 @@ class Int8(Int8Weights):
     quantizes_input = False
 
     def apply(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """x W^T + b in x's dtype."""
-        return int8_linear(x, layer.qweight, layer.scales, layer.added_bias)
+        """x W^T + b in x's dtype, over all ranks."""
+        return layer.sharers.all_reduce(int8_linear(x, layer.qweight, layer.scales, layer.added_bias))

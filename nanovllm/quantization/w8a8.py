@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.distributed import ALONE
 from nanovllm.kernels.quant_linear import w8a8_linear
 from nanovllm.kernels.quantize import QuantizedActivation, quantize_tokens
 from nanovllm.quantization.base import Int8Weights
@@ -22,5 +21,5 @@ class W8A8(Int8Weights):
         """x W^T + b in x's dtype; what comes from attention is quantized here, the rest by the kernel that made it.
         A token that ranks have parts of has one scale on all of them, so that it is rounded as on one."""
         if not isinstance(x, QuantizedActivation):
-            x = quantize_tokens(x, layer.group if layer.inputs.is_partial else ALONE)
-        return w8a8_linear(x, layer.qweight, layer.w_scales, layer.added_bias)
+            x = quantize_tokens(x, layer.sharers)
+        return w8a8_linear(x, layer.qweight, layer.w_scales, layer.bias, layer.sharers)
