@@ -11,6 +11,7 @@ from typing import Any
 _DTYPES = ("auto", "float32", "float16", "bfloat16")
 _LOAD_FORMATS = ("auto", "dummy")
 _BACKENDS = ("auto", "triton", "flash", "torch")
+_EXECUTORS = ("mp", "external")
 _QUANTIZATIONS = (None, "int8", "w8a8")
 
 
@@ -74,7 +75,9 @@ class EngineConfig:
         num_kvcache_blocks: KV blocks in the pool; -1 sizes the pool from memory.
         enable_prefix_caching: reuse KV blocks of equal prompt prefixes.
         enforce_eager: never capture CUDA graphs.
-        tensor_parallel_size: number of GPUs (or CPU ranks) a model is split over.
+        tensor_parallel_size: number of GPUs (or processes on a CPU) a model is split over, 1 to 8.
+        distributed_executor: "mp" starts a process per rank beside this one; "external" leaves that to a launcher such
+            as torchrun, under which every rank runs the same script.
         attention_backend: "auto", "triton" (our kernels), "flash" (the flash-attn package) or "torch".
         quantization: "int8" (int8 weights) or "w8a8" (int8 weights and activations) in the linear layers of the
             decoder: of a float model they are quantized while loading. None is what the checkpoint's config says.
@@ -105,6 +108,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     tensor_parallel_size: int = 1
+    distributed_executor: str = "mp"
     attention_backend: str = "auto"
     sansho_prefix_checkpoints: int | None = None
     sansho_warmup_prompt_lens: tuple[int, ...] = ()
@@ -122,7 +126,6 @@ class EngineConfig:
         Raises:
             TypeError: an unknown name, with the nearest known one.
             ValueError: a value out of range.
-            NotImplementedError: a knob whose work is not there yet.
         """
         known = [f.name for f in fields(cls)]
         for name in kwargs:
@@ -138,10 +141,10 @@ class EngineConfig:
                 object.__setattr__(self, name, str(getattr(self, name)))
         self._check_choices()
         self._check_numbers()
-        self._check_not_implemented()
 
     def _check_choices(self) -> None:
-        for name, allowed in (("dtype", _DTYPES), ("load_format", _LOAD_FORMATS), ("attention_backend", _BACKENDS)):
+        choices = {"dtype": _DTYPES, "load_format": _LOAD_FORMATS, "attention_backend": _BACKENDS}
+        for name, allowed in (choices | {"distributed_executor": _EXECUTORS}).items():
             check(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
         check(self.quantization in _QUANTIZATIONS, "quantization", self.quantization, "one of None, int8, w8a8")
         for name in ("tokenizer", "quantized_model_path"):
@@ -159,6 +162,7 @@ class EngineConfig:
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
+        check(self.tensor_parallel_size <= 8, "tensor_parallel_size", self.tensor_parallel_size, "at most 8")
         check_int("seed", self.seed, 0)
         check(self.seed < 2**63, "seed", self.seed, "below 2**63")
         if self.kvcache_block_size is not None:
@@ -175,9 +179,3 @@ class EngineConfig:
                 check_int(name, entry, 1)
         share = self.gpu_memory_utilization
         check(is_number(share) and 0 < share <= 1, "gpu_memory_utilization", share, "a number in (0, 1]")
-
-    def _check_not_implemented(self) -> None:
-        if self.tensor_parallel_size != 1:
-            raise NotImplementedError(
-                f"tensor_parallel_size={self.tensor_parallel_size}: only 1 is supported so far; leave it at 1"
-            )

@@ -28,7 +28,7 @@ class LLM:
     Raises:
         TypeError: an unknown knob, with the nearest known one.
         ValueError: a knob or a checkpoint that does not fit; says what, got, allowed.
-        NotImplementedError: a knob whose work is not there yet.
+        RuntimeError: a rank failed while it started; with its traceback.
     """
 
     def __init__(self, model: str, **knobs: Any) -> None:

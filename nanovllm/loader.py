@@ -11,6 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from nanovllm.config import read_json
+from nanovllm.distributed import Place
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.mamba import Stacked
 from nanovllm.quantization.base import LinearMethod, Reader, copy_into
@@ -45,19 +46,29 @@ def build_model(
 
 def fill_with_noise(model: nn.Module, seed: int, dtype: torch.dtype) -> None:
     """Random weights (load_format "dummy"): matrices N(0, 0.02), vectors ones. Quantized layers get what they would
-    have got without quantization, drawn in `dtype`, one layer at a time."""
+    have got without quantization, drawn in `dtype`, and a rank its part of what one rank would have got, so each is
+    drawn whole, one layer at a time."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for module in model.modules():
-        fixed = module.fixed_dtypes if isinstance(module, Linear) else {}
-        if fixed:
-            noise = torch.empty(module.out_features, module.in_features, dtype=dtype, device=device)
-            module.method.store(noise.normal_(0.0, 0.02, generator=generator), dict(module.named_parameters()))
-        for name, param in module.named_parameters(recurse=False):
-            if name not in fixed and param.dim() > 1:
-                param.normal_(0.0, 0.02, generator=generator)
-            elif name not in fixed:
+        if isinstance(module, Linear):
+            rows = [cut.total for cut in module.parts.values()]
+            noise = torch.empty(sum(rows), module.inputs.total, dtype=dtype, device=device)
+            noise.normal_(0.0, 0.02, generator=generator)
+            for part, weight in zip(module.parts, noise.split(rows), strict=True):
+                module.method.store(weight, module.places(part))
+            if module.bias is not None:
+                module.bias.fill_(1.0)
+            continue
+        for _, param in module.named_parameters(recurse=False):
+            place = _place(module, param)
+            if param.dim() == 1:
                 param.fill_(1.0)
+            elif place.shape == param.shape:
+                param.normal_(0.0, 0.02, generator=generator)
+            else:
+                noise = torch.empty(place.shape, dtype=param.dtype, device=device)
+                place.fill(noise.normal_(0.0, 0.02, generator=generator))
 
 
 def linear_parts(model: nn.Module) -> Iterator[tuple[str, LinearMethod, dict[str, torch.Tensor]]]:
@@ -81,18 +92,24 @@ def kernel_paths(model: nn.Module, device: torch.device) -> dict[str, str]:
 def checkpoint_targets(model: nn.Module) -> dict[str, Reader]:
     """For each tensor of a checkpoint by name: what puts it where it belongs."""
     targets = {}
-    for name, method, views in linear_parts(model):
-        readers = method.readers(views) | ({"bias": copy_into(views["bias"])} if "bias" in views else {})
-        targets |= {f"{name}.{kind}": reader for kind, reader in readers.items()}
     for path, module in model.named_modules():
+        for part in module.parts if isinstance(module, Linear) else ():
+            places = module.places(part)
+            readers = module.method.readers(places) | ({"bias": copy_into(places["bias"])} if "bias" in places else {})
+            targets |= {f"{_part_name(path, part)}.{kind}": reader for kind, reader in readers.items()}
         for kind, param in module.named_parameters(recurse=False):
             if isinstance(module, Stacked):
                 targets |= {
-                    f"{_part_name(path, name)}.{kind}": copy_into(module.part(param, name)) for name in module.parts
+                    f"{_part_name(path, name)}.{kind}": copy_into(Place(module.part(param, name)))
+                    for name in module.parts
                 }
             elif not isinstance(module, Linear):
-                targets[f"{path}.{kind}"] = copy_into(param)
+                targets[f"{path}.{kind}"] = copy_into(_place(module, param))
     return targets
+
+
+def _place(module: nn.Module, param: torch.Tensor) -> Place:
+    return module.place(param) if hasattr(module, "place") else Place(param)
 
 
 def load_weights(model: nn.Module, directory: str, unneeded: frozenset[str], show_progress: bool = False) -> None:

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 
-def resolve_device(name: str) -> torch.device:
-    """Device for `name` ("auto", "cpu", "cuda", "cuda:N").
+def resolve_device(name: str, rank: int = 0) -> torch.device:
+    """Device for `name` ("auto", "cpu", "cuda", "cuda:N"), of a machine's first rank; each next one has the next GPU.
 
     Raises:
         ValueError: CUDA was asked for and is not there, or has fewer devices.
@@ -19,7 +19,13 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError(f"device={name!r} is not available: torch sees no CUDA device; use device='cpu'")
-    device = torch.device("cuda", 0) if name in ("auto", "cuda") else torch.device(name)
+    first = 0 if name in ("auto", "cuda") else torch.device(name).index
+    device = torch.device("cuda", first + rank)
+    if rank and device.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"rank {rank} of this machine needs GPU {device.index}, and torch sees {torch.cuda.device_count()} CUDA "
+            f"device(s): lower tensor_parallel_size"
+        )
     if device.index >= torch.cuda.device_count():
         raise ValueError(f"device={name!r} is not available: torch sees {torch.cuda.device_count()} CUDA device(s)")
     return device

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 # The library, and the extra on top of it: `server/` imports the library and nothing imports it.
-LIBRARY_LINES, SERVER_LINES = 7000, 1500
+LIBRARY_LINES, SERVER_LINES = 7500, 1500
 FILE_LINES, FUNCTION_LINES, TRITON_FUNCTION_LINES, STEP_LINES = 400, 60, 120, 9
 
 RUNNERS = ("engine/model_runner.py", "engine/sansho_runner.py")
@@ -90,6 +90,7 @@ LAYOUT = {
     "engine/sansho_batch.py": DEVICE,
     "engine/model_runner.py": RUNNER,
     "engine/sansho_runner.py": RUNNER,
+    "engine/build.py": DEVICE,
     "engine/worker.py": DEVICE,
     "engine/llm_engine.py": Entry(8),
     "llm.py": Entry(9),

@@ -12,7 +12,7 @@ from engine_helpers import check_generate, generate, greedy, make_prompts
 from nanovllm.attention import choose_backend
 from nanovllm.attention.base import AttentionMetadata, KVCache
 from nanovllm.attention.torch import TorchAttention
-from nanovllm.engine import llm_engine
+from nanovllm.engine import build
 
 PAGE = 256
 MODULE = "nanovllm.attention.flash"
@@ -162,7 +162,7 @@ def test_flash_equals_torch(kind, name, dtype, fake):
 @pytest.fixture
 def flash_engine(fake, monkeypatch, make_llm):
     """make_llm with the flash backend, on the CPU."""
-    monkeypatch.setattr(llm_engine, "choose_backend", lambda *args: (fake.backend, "a test wants it"))
+    monkeypatch.setattr(build, "choose_backend", lambda *args: (fake.backend, "a test wants it"))
     return lambda path, **knobs: make_llm(path, **{"kvcache_block_size": None, "num_kvcache_blocks": 8, **knobs})
 
 

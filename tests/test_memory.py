@@ -7,7 +7,7 @@ from checkpoints import make_checkpoint
 from engine_helpers import check_generate, generate, greedy, make_prompts
 
 from nanovllm import LLM, platform
-from nanovllm.engine.llm_engine import _GPU_SLACK, gpu_kv_budget
+from nanovllm.engine.build import _GPU_SLACK, gpu_kv_budget
 
 GIB = 1 << 30
 CARD = 24 * GIB

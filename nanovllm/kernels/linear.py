@@ -40,7 +40,8 @@ def gated_linear_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`linear_ref`, for few rows of 16-bit numbers on a GPU by a kernel that streams W once. Rows of `out` may lie apart.
+    """`linear_ref`, for few rows of 16-bit numbers on a GPU by a kernel that streams W once. Rows of `out` may lie
+    apart.
 
     Bytes: 2 N K for the weights; x and y stay in L2.
     """

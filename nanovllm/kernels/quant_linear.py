@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.distributed import ALONE, Group
 from nanovllm.kernels.choice import overlaps_launches, twin
 from nanovllm.kernels.quantize import QuantizedActivation, quantize_tokens
 
@@ -36,16 +37,20 @@ def int8_linear_ref(
 
 
 def w8a8_linear_ref(
-    x: QuantizedActivation, qweight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    x: QuantizedActivation,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group = ALONE,
 ) -> torch.Tensor:
-    """The integer product exactly, then the scales in float32; shapes as in `w8a8_linear`."""
+    """The integer product exactly, over all ranks, then the scales in float32; arguments as of `w8a8_linear`."""
     if qweight.is_cuda or qweight.shape[1] == 1:
         # torch's integer product takes few shapes on a GPU and is wrong for K = 1 on a CPU (seen with 2.13); float64
         # holds each sum exactly.
         product = x.values.double() @ qweight.double().T
     else:
         product = torch._int_mm(x.values, qweight.T)
-    y = product.float() * scales * x.scales[:, None]
+    y = group.all_reduce(product).float() * scales * x.scales[:, None]
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
@@ -85,10 +90,15 @@ def int8_linear(
 
 
 def w8a8_linear(
-    x: QuantizedActivation, qweight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    x: QuantizedActivation,
+    qweight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group = ALONE,
 ) -> torch.Tensor:
     """Quantized activations of one digit times int8 weights, summed in int32; arguments and errors as in
-    `int8_linear`, the result in x.dtype."""
+    `int8_linear`, the result in x.dtype. `group`: ranks that each have some of the K columns, and get the sum of all.
+    """
     if x.values.dtype != torch.int8 or x.scales.shape != x.values.shape[:-1]:
         raise ValueError(
             f"w8a8_linear needs int8 values [M, K] with scales [M], got {x.values.dtype} {list(x.values.shape)} "
@@ -96,8 +106,9 @@ def w8a8_linear(
         )
     _check(x, qweight, scales, bias)
     if not qweight.is_cuda or twin("quant_linear") is None:
-        return w8a8_linear_ref(x, qweight, scales, bias)
-    return _launch("w8a8", x.values.contiguous(), x.scales, qweight, scales, bias, x.dtype)
+        return w8a8_linear_ref(x, qweight, scales, bias, group)
+    bias = bias if group.rank == 0 else None
+    return group.all_reduce(_launch("w8a8", x.values.contiguous(), x.scales, qweight, scales, bias, x.dtype))
 
 
 def _launch(

@@ -5,12 +5,22 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nanovllm import distributed
+from nanovllm.distributed import ALONE, Cut, Place
 from nanovllm.kernels.quantize import QuantizedActivation
 from nanovllm.quantization.base import UNQUANTIZED, LinearMethod
 
 
+def as_cut(size: int | Cut) -> Cut:
+    """A number stands for a dimension that every rank holds whole."""
+    return size if isinstance(size, Cut) else Cut(size, ((0, size),))
+
+
 class Linear(nn.Module):
     """y = x W^T + b for one or more projections stacked in W's rows; a method holds and multiplies W.
+
+    Over several ranks (arXiv 1909.08053) parts that are cut give each rank its columns of y; an input that is cut is
+    this rank's columns of x, and the ranks' products are summed.
 
     Args:
         in_features: size of the input.
@@ -18,11 +28,14 @@ class Linear(nn.Module):
         bias: whether all parts have a bias.
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
+    def __init__(self, in_features: int | Cut, parts: dict[str, int | Cut], bias: bool = False) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.out_features = sum(parts.values())
-        self.parts = parts
+        self.inputs = as_cut(in_features)
+        # The ranks that each hold some columns of x.
+        self.sharers = distributed.current() if self.inputs.is_partial else ALONE
+        self.parts = {name: as_cut(rows) for name, rows in parts.items()}
+        self.in_features = self.inputs.size
+        self.out_features = sum(rows.size for rows in self.parts.values())
         self.use(UNQUANTIZED)
         self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
 
@@ -48,14 +61,25 @@ class Linear(nn.Module):
         input's dtype and number of rows."""
         return self.method.input_digits(self, x.shape[0], x.dtype)
 
+    @property
+    def added_bias(self) -> nn.Parameter | None:
+        """The bias, or None where another rank adds it."""
+        return None if self.sharers.rank else self.bias
+
     def part(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """The rows of `param` (one of the parameters) that belong to projection `name`, as a view."""
         start = 0
         for part, rows in self.parts.items():
             if part == name:
-                return param[start : start + rows]
-            start += rows
+                return param[start : start + rows.size]
+            start += rows.size
         raise KeyError(name)
+
+    def places(self, name: str) -> dict[str, Place]:
+        """Where the tensors of projection `name` go, by the parameter they are of."""
+        cuts = self.parts[name], self.inputs
+        params = self.named_parameters(recurse=False)
+        return {kind: Place(self.part(param, name), cuts[: param.dim()]) for kind, param in params}
 
     def forward(self, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
         """[..., in_features] to [..., sum of parts]."""

@@ -82,6 +82,30 @@ class ModelConfig:
             )
         return config
 
+    def check_ranks(self, size: int) -> None:
+        """Refuse a number of ranks that this model cannot be cut for.
+
+        Raises:
+            ValueError: names the count that does not divide.
+        """
+        check_divides(size, num_attention_heads=self.num_attention_heads, intermediate_size=self.intermediate_size)
+        if self.num_key_value_heads % size and size % self.num_key_value_heads:
+            raise ValueError(
+                f"tensor_parallel_size={size} is not allowed: it neither divides num_key_value_heads="
+                f"{self.num_key_value_heads} of config.json nor is a multiple of it; change tensor_parallel_size"
+            )
+
+
+def check_divides(size: int, **counts: int) -> None:
+    """Raise ValueError unless each of `counts`, fields of config.json, is a multiple of tensor_parallel_size."""
+    for name, count in counts.items():
+        if count % size:
+            fitting = ", ".join(str(n) for n in range(1, 9) if count % n == 0)
+            raise ValueError(
+                f"tensor_parallel_size={size} is not allowed: {name}={count} of config.json is not a multiple of it; "
+                f"change it to one of {fitting}"
+            )
+
 
 def as_id_set(ids: int | list[int] | None) -> frozenset[int]:
     """Token ids of a config field that holds one id, several, or null."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from nanovllm import distributed
 from nanovllm.attention.base import KVCache
 from nanovllm.cache_spec import PagedKVSpec
 from nanovllm.layers.attention import Attention
@@ -33,12 +34,12 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
         heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-        self.qkv_proj = Linear(config.hidden_size, parts, options.qkv_bias)
+        q, kv = (distributed.current().cut((count * dim, count)) for count in (heads, kv_heads))
+        self.qkv_proj = Linear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv}, options.qkv_bias)
         self.q_norm = RMSNorm(dim, config.rms_norm_eps) if options.qk_norm else None
         self.k_norm = RMSNorm(dim, config.rms_norm_eps) if options.qk_norm else None
-        self.attn = Attention(heads, kv_heads, dim)
-        self.o_proj = Linear(heads * dim, {"o_proj": config.hidden_size}, options.o_bias)
+        self.attn = Attention(q.size // dim, kv.size // dim, dim)
+        self.o_proj = Linear(q, {"o_proj": config.hidden_size}, options.o_bias)
 
     def forward(self, x: torch.Tensor, rotary: Rotary, cache: KVCache) -> torch.Tensor:
         q = self.attn.write(self.qkv_proj(x), self.q_norm, self.k_norm, rotary, cache)
@@ -50,7 +51,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
         super().__init__()
-        size = config.intermediate_size
+        size = distributed.current().cut((config.intermediate_size, config.intermediate_size))
         self.gate_up_proj = GatedLinear(config.hidden_size, {"gate_proj": size, "up_proj": size}, options.mlp_bias)
         self.down_proj = Linear(size, {"down_proj": config.hidden_size}, options.mlp_bias)
 
@@ -127,8 +128,8 @@ class CausalDecoder(nn.Module):
 
     def cache_specs(self, dtype_size: int) -> list[PagedKVSpec]:
         """One KV cache per layer, in the order in which `forward` takes them."""
-        spec = PagedKVSpec(self.config.num_key_value_heads, self.config.head_dim, dtype_size)
-        return [spec] * self.config.num_hidden_layers
+        layers = [layer.self_attn.attn for layer in self.model.layers]
+        return [PagedKVSpec(attn.num_kv_heads, attn.head_dim, dtype_size) for attn in layers]
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, caches: list[KVCache]) -> torch.Tensor:
         """[T] token ids and positions to [T, hidden_size]."""

@@ -88,6 +88,15 @@ class SanshoConfig:
     dtype: str | None
     eos_token_ids: frozenset[int]
 
+    def check_ranks(self, size: int) -> None:
+        """Refuse more than one rank.
+
+        Raises:
+            NotImplementedError: size is not 1.
+        """
+        if size != 1:
+            raise NotImplementedError(f"tensor_parallel_size={size}: Sansho runs on one rank; leave it at 1")
+
     @property
     def max_model_len(self) -> int:
         """Longest context the checkpoint states."""

@@ -7,16 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from nanovllm.distributed import Place
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.linear import gated_linear, linear
 from nanovllm.kernels.quant_linear import kernel_path
 from nanovllm.kernels.quantize import QuantizedActivation
-from nanovllm.quantization.layouts import Layout
+from nanovllm.quantization.layouts import Decoder, Layout
 from nanovllm.quantization.quantizer import dequantize, quantize_weight
 
 # Takes a checkpoint's tensor (its name is for messages) and puts it in its place.
 Reader = Callable[[str, torch.Tensor], None]
 Views = dict[str, torch.Tensor]
+Places = dict[str, Place]
 
 
 class LinearMethod:
@@ -32,9 +34,13 @@ class LinearMethod:
         """Shape and dtype (None: the model's) of each parameter for n output and k input channels."""
         return {"weight": ((n, k), None)}
 
-    def readers(self, views: Views) -> dict[str, Reader]:
-        """By the last part of a tensor's name in the checkpoint: who puts it into `views`, one projection's rows."""
-        return {"weight": copy_into(views["weight"])}
+    def readers(self, places: Places) -> dict[str, Reader]:
+        """By the last part of a tensor's name in the checkpoint: who puts it into `places`, one projection's rows."""
+        return {"weight": copy_into(places["weight"])}
+
+    def store(self, weight: torch.Tensor, places: Places) -> None:
+        """Put a whole float weight [n, k] into its place."""
+        places["weight"].fill(weight)
 
     def input_digits(self, layer: nn.Module, num_rows: int, dtype: torch.dtype) -> int:
         """How many int8 digits of each number `apply` wants of an input [num_rows, k] in `dtype`, a QuantizedActivation
@@ -42,8 +48,8 @@ class LinearMethod:
         return 0
 
     def apply(self, layer: nn.Module, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
-        """x W^T + b with the parameters of `layer`, [M, k] to [M, n]."""
-        return linear(x, layer.weight, layer.bias)
+        """x W^T + b with the parameters of `layer`, [M, k] to [M, n], summed over the ranks that share x."""
+        return layer.sharers.all_reduce(linear(x, layer.weight, layer.added_bias))
 
     def apply_gated(
         self, layer: nn.Module, x: torch.Tensor | QuantizedActivation, digits: int
@@ -70,18 +76,19 @@ class Int8Weights(LinearMethod):
         """qweight, and the scales under the name that tells the methods apart."""
         return {"qweight": ((n, k), torch.int8), self.scales: ((n,), torch.float32)}
 
-    def readers(self, views: Views) -> dict[str, Reader]:
+    def readers(self, places: Places) -> dict[str, Reader]:
         """From a quantized checkpoint in its layout, from any other by quantizing."""
         if self.layout is None:
-            return {"weight": lambda name, tensor: self.store(check_shape(name, tensor, views["qweight"]), views)}
+            return {"weight": lambda name, tensor: self.store(check_shape(name, tensor, places["qweight"]), places)}
         decoders = self.layout.decoders(self.scales)
-        return {kind: _decode(views[param], decode) for kind, (param, decode) in decoders.items()}
+        return {kind: _decode(places[param], decode) for kind, (param, decode) in decoders.items()}
 
-    def store(self, weight: torch.Tensor, views: Views) -> None:
-        """Quantize a float weight [n, k] on the device of `views`, into them."""
-        qweight, scales = quantize_weight(weight.to(views["qweight"].device))
-        views["qweight"].copy_(qweight)
-        views[self.scales].copy_(scales)
+    def store(self, weight: torch.Tensor, places: Places) -> None:
+        """Quantize a whole float weight [n, k] on the device of `places`, then take this rank's part: where it is cut
+        makes no difference to a scale."""
+        qweight, scales = quantize_weight(weight.to(places["qweight"].view.device))
+        places["qweight"].fill(qweight)
+        places[self.scales].fill(scales)
 
     def apply_gated(
         self, layer: nn.Module, x: torch.Tensor | QuantizedActivation, digits: int
@@ -101,27 +108,29 @@ class Int8Weights(LinearMethod):
 UNQUANTIZED = LinearMethod()
 
 
-def check_shape(name: str, tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+def check_shape(name: str, tensor: torch.Tensor, place: Place) -> torch.Tensor:
     """`tensor` itself.
 
     Raises:
-        ValueError: its shape is not that of `view`.
+        ValueError: its shape is not the one that `place` wants.
     """
-    if tensor.shape != view.shape:
-        raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(view.shape)}")
+    if tensor.shape != place.shape:
+        raise ValueError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the model needs {tuple(place.shape)}")
     return tensor
 
 
-def copy_into(view: torch.Tensor) -> Reader:
+def copy_into(place: Place) -> Reader:
     """A reader that copies; it raises ValueError where shapes differ, or one is of integers and the other is not."""
-    return _decode(view, lambda tensor, view: tensor)
+    return _decode(place, lambda tensor, shape: tensor)
 
 
-def _decode(view: torch.Tensor, decode: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Reader:
+def _decode(place: Place, decode: Decoder) -> Reader:
     def read(name: str, tensor: torch.Tensor) -> None:
-        decoded = check_shape(name, decode(tensor, view), view)
-        if decoded.is_floating_point() != view.is_floating_point():
-            raise ValueError(f"tensor {name!r} is of {tensor.dtype}, the model needs {view.dtype}")
-        view.copy_(decoded)
+        decoded = decode(tensor, place.shape)
+        if decoded is None:
+            return
+        if check_shape(name, decoded, place).is_floating_point() != place.view.is_floating_point():
+            raise ValueError(f"tensor {name!r} is of {tensor.dtype}, the model needs {place.view.dtype}")
+        place.fill(decoded)
 
     return read

@@ -22,5 +22,5 @@ class Int8(Int8Weights):
         return int8_linear_digits(num_rows, dtype, layer.qweight)
 
     def apply(self, layer: nn.Module, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
-        """x W^T + b in x's dtype."""
-        return int8_linear(x, layer.qweight, layer.scales, layer.bias)
+        """x W^T + b in x's dtype, over all ranks."""
+        return layer.sharers.all_reduce(int8_linear(x, layer.qweight, layer.scales, layer.added_bias))

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-# From a checkpoint's tensor and the parameter's rows it is meant for to what those rows become.
-Decoder = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# From a checkpoint's tensor and the shape of what it is meant for to what that becomes; None if it holds nothing.
+Decoder = Callable[[torch.Tensor, torch.Size], torch.Tensor | None]
 
 
 class Layout:
@@ -63,24 +63,23 @@ class PackQuantized(Layout):
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Layout(), IntQuantized(), PackQuantized())}
 
 
-def _same(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _same(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return tensor
 
 
-def _column(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _column(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """[n, 1] to [n]; another shape is left for the reader to refuse."""
     return tensor.squeeze(1) if tensor.dim() == 2 else tensor
 
 
-def _unpack(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _unpack(tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     if tensor.dtype != torch.int32:
         raise ValueError(f"a weight_packed tensor is of {tensor.dtype}; pack-quantized needs torch.int32")
     unpacked = (tensor.contiguous().view(torch.uint8) ^ 128).view(torch.int8)
-    k = rows.shape[1]
+    k = shape[1]
     return unpacked[:, :k] if tensor.shape[1] == -(-k // 4) else unpacked
 
 
-def _check_shape(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    if tensor.tolist() != list(rows.shape):
-        raise ValueError(f"a weight_shape is {tensor.tolist()}, the model needs {list(rows.shape)}")
-    return rows
+def _check_shape(tensor: torch.Tensor, shape: torch.Size) -> None:
+    if tensor.tolist() != list(shape):
+        raise ValueError(f"a weight_shape is {tensor.tolist()}, the model needs {list(shape)}")

@@ -17,10 +17,12 @@ class W8A8(Int8Weights):
     scales = "w_scales"
 
     def input_digits(self, layer: nn.Module, num_rows: int, dtype: torch.dtype) -> int:
-        """One, always."""
-        return 1
+        """One; none where this rank sees a part of each token alone, whose scale is not known yet."""
+        return 0 if layer.inputs.is_partial else 1
 
     def apply(self, layer: nn.Module, x: torch.Tensor | QuantizedActivation) -> torch.Tensor:
-        """x W^T + b in x's dtype; what comes from attention is quantized here, the rest by the kernel that made it."""
-        quantized = x if isinstance(x, QuantizedActivation) else quantize_tokens(x)
-        return w8a8_linear(quantized, layer.qweight, layer.w_scales, layer.bias)
+        """x W^T + b in x's dtype; what comes from attention is quantized here, the rest by the kernel that made it.
+        A token that ranks have parts of has one scale on all of them, so that it is rounded as on one."""
+        if not isinstance(x, QuantizedActivation):
+            x = quantize_tokens(x, group=layer.sharers)
+        return w8a8_linear(x, layer.qweight, layer.w_scales, layer.bias, layer.sharers)
