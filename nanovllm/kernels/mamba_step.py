@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from nanovllm.distributed import ALONE, Group
+
 
 def mamba_step_ref(
     projected: torch.Tensor,
@@ -67,17 +69,25 @@ def mamba_read_ref(
     return torch.einsum("rhpn,rhn->rhp", states[rows], c) + d[:, None] * x
 
 
-def gated_norm_ref(y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, num_groups: int) -> torch.Tensor:
+def gated_norm_ref(
+    y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, num_groups: int, ranks: Group = ALONE
+) -> torch.Tensor:
     """weight * rms(y * silu(z)), the mean square over each group's channels; computed in float32.
 
     Args:
         y: [R, E] float32.
         z: [R, E], any float dtype.
         weight: [E].
+        num_groups: of all ranks together.
+        ranks: each has E channels, in order; where there are fewer groups than ranks, some share one.
 
     Returns:
         [R, E] in z's dtype.
     """
-    gated = (y * F.silu(z.float())).unflatten(-1, (num_groups, -1))
-    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    gated = (y * F.silu(z.float())).unflatten(-1, (max(1, num_groups // ranks.size), -1))
+    mean = gated.square().mean(-1, keepdim=True)
+    if num_groups < ranks.size:
+        of_groups = ranks.all_gather(mean.flatten(1)).unflatten(1, (num_groups, -1)).mean(-1)
+        mean = of_groups[:, ranks.rank * num_groups // ranks.size, None, None]
+    normed = gated * torch.rsqrt(mean + eps)
     return weight * normed.flatten(1).to(z.dtype)
