@@ -49,6 +49,11 @@ class Cut:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
+def as_cut(size: int | Cut) -> Cut:
+    """A number stands for a dimension that every rank holds whole."""
+    return size if isinstance(size, Cut) else Cut(size, ((0, size),))
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a tensor of a checkpoint goes: `view`, this rank's part of it, cut in its first dimensions by `cuts`."""

@@ -100,7 +100,7 @@ def checkpoint_targets(model: nn.Module) -> dict[str, Reader]:
         for kind, param in module.named_parameters(recurse=False):
             if isinstance(module, Stacked):
                 targets |= {
-                    f"{_part_name(path, name)}.{kind}": copy_into(Place(module.part(param, name)))
+                    f"{_part_name(path, name)}.{kind}": copy_into(Place(module.part(param, name), (module.rows,)))
                     for name in module.parts
                 }
             elif not isinstance(module, Linear):

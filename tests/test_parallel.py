@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import make_checkpoint
+from checkpoints import load_script, make_checkpoint
 from engine_helpers import SequenceLog, check_generate, check_idle, generate, greedy, make_prompts
 
 from nanovllm import LLM, SamplingParams, distributed, loader, platform
@@ -32,7 +32,8 @@ SHAPES = {
 }
 CASES = [
     *((family, quantization, 2) for family in SHAPES for quantization in (None, "int8", "w8a8")),
-    *(("qwen3", None, 4), ("qwen3", "w8a8", 4), ("llama", "int8", 4)),
+    *(("qwen3", None, 4), ("llama", "int8", 4)),
+    *(("sansho", None, 2), ("sansho", "w8a8", 2), ("sansho", "int8", 4)),
 ]
 
 
@@ -42,7 +43,10 @@ def checkpoint(tmp_path_factory):
     made = {}
 
     def make(family):
-        if family not in made:
+        if family not in made and family == "sansho":
+            directory = tmp_path_factory.mktemp(family)
+            made[family] = load_script("make_sansho_export").make_export(directory, vocab_size=VOCAB)
+        elif family not in made:
             made[family] = make_checkpoint(tmp_path_factory.mktemp(family), family, vocab_size=VOCAB, **SHAPES[family])
         return made[family]
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from nanovllm.distributed import ALONE, Group
 from nanovllm.kernels.choice import overlaps_launches, twin
 
 
@@ -82,19 +83,27 @@ def mamba_read_ref(
     return torch.einsum("rhpn,rhn->rhp", own, c.float().repeat_interleave(repeats, 1)) + d[:, None] * x
 
 
-def gated_norm_ref(y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, num_groups: int) -> torch.Tensor:
+def gated_norm_ref(
+    y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, num_groups: int, ranks: Group = ALONE
+) -> torch.Tensor:
     """weight * rms(y * silu(z)), the mean square over each group's channels; computed in float32.
 
     Args:
         y: [R, E] float32.
         z: [R, E], any float dtype, rows may lie apart.
         weight: [E].
+        num_groups: of all ranks together.
+        ranks: each has E channels, in order; where there are fewer groups than ranks, some share one.
 
     Returns:
         [R, E] in z's dtype.
     """
-    gated = (y * F.silu(z.float())).unflatten(-1, (num_groups, -1))
-    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    gated = (y * F.silu(z.float())).unflatten(-1, (max(1, num_groups // ranks.size), -1))
+    mean = gated.square().mean(-1, keepdim=True)
+    if num_groups < ranks.size:
+        of_groups = ranks.all_gather(mean.flatten(1)).unflatten(1, (num_groups, -1)).mean(-1)
+        mean = of_groups[:, ranks.rank * num_groups // ranks.size, None, None]
+    normed = gated * torch.rsqrt(mean + eps)
     return weight * normed.flatten(1).to(z.dtype)
 
 
@@ -130,9 +139,12 @@ def mamba_read(
     return kernel.mamba_read(x, drive, states, rows, c, d, overlaps_launches(x.device))
 
 
-def gated_norm(y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, num_groups: int) -> torch.Tensor:
-    """`gated_norm_ref`, by one kernel where there is one; that waits for y alone, as `mamba_read` does for c."""
-    kernel = twin("mamba_step") if y.is_cuda else None
+def gated_norm(
+    y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, num_groups: int, ranks: Group = ALONE
+) -> torch.Tensor:
+    """`gated_norm_ref`, by one kernel where there is one and no group is spread over ranks; that waits for y alone, as
+    `mamba_read` does for c."""
+    kernel = twin("mamba_step") if y.is_cuda and num_groups >= ranks.size else None
     if kernel is None:
-        return gated_norm_ref(y, z, weight, eps, num_groups)
-    return kernel.gated_norm(y, z, weight, eps, num_groups, overlaps_launches(y.device))
+        return gated_norm_ref(y, z, weight, eps, num_groups, ranks)
+    return kernel.gated_norm(y, z, weight, eps, num_groups // ranks.size, overlaps_launches(y.device))

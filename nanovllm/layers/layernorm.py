@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from nanovllm.distributed import Cut, Place, as_cut
 from nanovllm.kernels.layernorm import add_rms_norm, rms_norm
 from nanovllm.kernels.quantize import QuantizedActivation
 
@@ -12,10 +13,15 @@ from nanovllm.kernels.quantize import QuantizedActivation
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension of size `dim`."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int | Cut, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(dim), requires_grad=False)
+        self.channels = as_cut(dim)
+        self.weight = nn.Parameter(torch.empty(self.channels.size), requires_grad=False)
+
+    def place(self, param: torch.Tensor) -> Place:
+        """Where the tensor of a checkpoint goes."""
+        return Place(param, (self.channels,))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise [..., dim]; the input is left as it was."""

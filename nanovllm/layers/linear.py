@@ -6,14 +6,9 @@ import torch
 from torch import nn
 
 from nanovllm import distributed
-from nanovllm.distributed import ALONE, Cut, Place
+from nanovllm.distributed import ALONE, Cut, Place, as_cut
 from nanovllm.kernels.quantize import QuantizedActivation
 from nanovllm.quantization.base import UNQUANTIZED, LinearMethod
-
-
-def as_cut(size: int | Cut) -> Cut:
-    """A number stands for a dimension that every rank holds whole."""
-    return size if isinstance(size, Cut) else Cut(size, ((0, size),))
 
 
 class Linear(nn.Module):

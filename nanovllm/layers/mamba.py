@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from nanovllm import distributed
+from nanovllm.distributed import Cut, Place, as_cut
 from nanovllm.kernels.mamba_step import Drive, gated_norm, mamba_conv, mamba_read
 from nanovllm.kernels.ssd import Piece, causal_conv, ssd
 from nanovllm.layers.layernorm import RMSNorm
@@ -19,20 +21,36 @@ class Stacked(nn.Module):
 
     Args:
         parts: where a checkpoint keeps each layer's, relative to this module's parent.
-        shapes: of one layer's parameters by name.
+        rows: first dimension of one layer's.
+        shapes: the other dimensions by name.
         dtype: of all of them; None follows the model's.
     """
 
-    def __init__(self, parts: list[str], shapes: dict[str, tuple[int, ...]], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, parts: list[str], rows: Cut, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self.parts = parts
+        self.parts, self.rows = parts, rows
         self.fixed_dtypes = {} if dtype is None else dict.fromkeys(shapes, dtype)
         for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.empty(len(parts), *shape), requires_grad=False))
+            setattr(self, name, nn.Parameter(torch.empty(len(parts), rows.size, *shape), requires_grad=False))
 
     def part(self, param: torch.Tensor, name: str) -> torch.Tensor:
         """The layer of `param` that belongs to `name`, as a view."""
         return param[self.parts.index(name)]
+
+    def place(self, param: torch.Tensor) -> Place:
+        """Where the tensors of all layers together go."""
+        return Place(param, (as_cut(len(self.parts)), self.rows))
+
+
+class MambaCuts(NamedTuple):
+    """What a rank holds: whole heads, and the groups that they read. heads: of H; channels: of E, those of x or z;
+    conv: of x and B together, or of z and C."""
+
+    heads: Cut
+    channels: Cut
+    conv: Cut
 
 
 class MambaState(NamedTuple):
@@ -93,7 +111,7 @@ class MemorySide:
         proj: [L * (C + H), d] rows: x, B, dt of each layer.
         conv: weight [L, C, 1, W_c] and perhaps bias [L, C].
         ssm: A_log, D, dt_bias [L, H] float32.
-        num_groups: G.
+        num_groups: G, of those on this rank.
     """
 
     def __init__(self, proj: Linear, conv: Stacked, ssm: Stacked, num_groups: int) -> None:
@@ -138,15 +156,16 @@ class MemorySide:
 class CrossMamba(nn.Module):
     """Reads the states of one layer with C, gates with z."""
 
-    def __init__(self, hidden_size: int, channels: int, group_sizes: tuple[int, int], eps: float) -> None:
+    def __init__(self, hidden_size: int, cuts: MambaCuts, num_groups: int, eps: float) -> None:
         super().__init__()
-        self.channels = channels
-        self.num_groups, size = group_sizes
-        self.in_proj = Linear(hidden_size, {"in_proj": channels + self.num_groups * size})
+        channels = cuts.channels
+        self.num_groups, self.group = num_groups, distributed.current()
+        self.in_proj = Linear(hidden_size, {"in_proj": cuts.conv})
         self.norm = RMSNorm(channels, eps)
         self.out_proj = Linear(channels, {"out_proj": hidden_size})
 
     def forward(self, u: torch.Tensor, memory: StateRows | Scan, layer: int) -> torch.Tensor:
-        z, c = self.in_proj(u).tensor_split((self.channels,), dim=-1)
-        y = memory.read(layer, c.unflatten(-1, (self.num_groups, -1)))
-        return self.out_proj(gated_norm(y.flatten(1), z, self.norm.weight, self.norm.eps, self.num_groups))
+        z, c = self.in_proj(u).tensor_split(self.norm.weight.shape, dim=-1)
+        y = memory.read(layer, c.unflatten(-1, (max(1, self.num_groups // self.group.size), -1)))
+        norm = self.norm
+        return self.out_proj(gated_norm(y.flatten(1), z, norm.weight, norm.eps, self.num_groups, self.group))

@@ -12,16 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from nanovllm import distributed
 from nanovllm.attention.base import KVCache
 from nanovllm.attention.window import WindowMetadata, window_attention
 from nanovllm.cache_spec import CacheSpec, PagedKVSpec, StateSpec, WindowKVSpec
+from nanovllm.distributed import ALONE, Cut
 from nanovllm.kernels.qkv import split_norm_rotate_write
 from nanovllm.kernels.ssd import Piece
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import Embedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.mamba import CrossMamba, MambaState, MemorySide, Scan, Stacked, StateRows
+from nanovllm.layers.mamba import CrossMamba, MambaCuts, MambaState, MemorySide, Scan, Stacked, StateRows
 from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding
 from nanovllm.models.decoder import DecoderOptions, SwiGLU
 from nanovllm.models.sansho_config import SanshoConfig
@@ -57,18 +59,38 @@ class SanshoStep:
     last_index: torch.Tensor | None = None
 
 
+def _attention_cuts(config: SanshoConfig, kv_heads: int) -> tuple[Cut, Cut]:
+    """Of queries and of keys, by heads; where these cannot be divided every rank has them all, as attention is a small
+    part of this model."""
+    group, heads = distributed.current(), config.num_attention_heads
+    if heads % group.size or (kv_heads % group.size and group.size % kv_heads):
+        group = ALONE
+    return group.cut((heads * config.head_dim, heads)), group.cut((kv_heads * config.head_dim, kv_heads))
+
+
+def _mamba_sections(config: SanshoConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Channels and their units of x (or z), and of B (or C)."""
+    groups = config.mamba_n_groups
+    return (config.mamba_d_ssm, config.mamba_heads), (groups * config.mamba_d_state, groups)
+
+
+def _mamba_cuts(config: SanshoConfig) -> MambaCuts:
+    group, (x, b) = distributed.current(), _mamba_sections(config)
+    return MambaCuts(group.cut((config.mamba_heads, config.mamba_heads)), group.cut(x), group.cut(x, b))
+
+
 class SelfAttention(nn.Module):
     """Attention over the window cache of one loop."""
 
     def __init__(self, config: SanshoConfig) -> None:
         super().__init__()
-        heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-        self.num_heads = heads
-        self.qkv_proj = Linear(config.hidden_size, parts)
+        dim = config.head_dim
+        q, kv = _attention_cuts(config, config.num_key_value_heads)
+        self.num_heads, self.num_kv_heads = q.size // dim, kv.size // dim
+        self.qkv_proj = Linear(config.hidden_size, {"q_proj": q, "k_proj": kv, "v_proj": kv})
         self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
-        self.o_proj = Linear(heads * dim, {"o_proj": config.hidden_size})
+        self.o_proj = Linear(q, {"o_proj": config.hidden_size})
 
     def forward(self, x: torch.Tensor, rotary: Rotary, ring: KVCache, window: WindowMetadata) -> torch.Tensor:
         norm = (None, None, 0.0) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -80,11 +102,12 @@ class CrossAttention(nn.Module):
 
     def __init__(self, config: SanshoConfig) -> None:
         super().__init__()
-        heads, dim = config.num_attention_heads, config.head_dim
-        self.q_proj = Linear(config.hidden_size, {"q_proj": heads * dim})
+        dim = config.head_dim
+        q, kv = _attention_cuts(config, config.cross_num_key_value_heads)
+        self.q_proj = Linear(config.hidden_size, {"q_proj": q})
         self.q_norm = RMSNorm(dim, config.rms_norm_eps) if config.qk_norm else None
-        self.attn = Attention(heads, config.cross_num_key_value_heads, dim)
-        self.o_proj = Linear(heads * dim, {"o_proj": config.hidden_size})
+        self.attn = Attention(q.size // dim, kv.size // dim, dim)
+        self.o_proj = Linear(q, {"o_proj": config.hidden_size})
 
     def forward(self, x: torch.Tensor, shared: KVCache) -> torch.Tensor:
         q = self.q_proj(x).unflatten(-1, (self.attn.num_heads, self.attn.head_dim))
@@ -104,8 +127,8 @@ class Layer(nn.Module):
             self.cross_attn = CrossAttention(config)
             self.mixer, self.reads = "cross_attn", "q_proj"
         else:
-            groups = config.mamba_n_groups, config.mamba_d_state
-            self.cross_mamba = CrossMamba(config.hidden_size, config.mamba_d_ssm, groups, config.rms_norm_eps)
+            cuts, groups = _mamba_cuts(config), config.mamba_n_groups
+            self.cross_mamba = CrossMamba(config.hidden_size, cuts, groups, config.rms_norm_eps)
             self.mixer, self.reads = "cross_mamba", "in_proj"
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = SwiGLU(config, DecoderOptions())
@@ -132,20 +155,23 @@ class SanshoModel(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope, dtype)
         self.norm = RMSNorm(hidden, eps)
 
-        shared = config.cross_num_key_value_heads * config.head_dim
+        group, (_, shared) = distributed.current(), _attention_cuts(config, config.cross_num_key_value_heads)
+        self.num_shared_heads = shared.size // config.head_dim
         self.yoco_norm = RMSNorm(hidden, eps)
         self.yoco_kv_proj = Linear(hidden, {"yoco_k_proj": shared, "yoco_v_proj": shared})
         self.yoco_k_norm = RMSNorm(config.head_dim, eps) if config.qk_norm else None
 
-        channels, heads = config.conv_channels, config.mamba_heads
+        cuts, heads = _mamba_cuts(config), config.mamba_heads
         paths = [f"layers.{i}.cross_mamba" for i in config.mamba_layers]
-        self.memory_proj = Linear(hidden, {f"{path}.memory_proj": channels + heads for path in paths})
-        conv: dict[str, tuple[int, ...]] = {"weight": (channels, 1, config.mamba_d_conv)}
+        memory = group.cut(*_mamba_sections(config), (heads, heads))
+        self.memory_proj = Linear(hidden, {f"{path}.memory_proj": memory for path in paths})
+        conv: dict[str, tuple[int, ...]] = {"weight": (1, config.mamba_d_conv)}
         if config.mamba_conv_bias:
-            conv["bias"] = (channels,)
-        self.memory_conv = Stacked([f"{path}.conv1d" for path in paths], conv)
-        self.memory_ssm = Stacked(paths, dict.fromkeys(("A_log", "D", "dt_bias"), (heads,)), torch.float32)
-        self.memory_side = MemorySide(self.memory_proj, self.memory_conv, self.memory_ssm, config.mamba_n_groups)
+            conv["bias"] = ()
+        self.memory_conv = Stacked([f"{path}.conv1d" for path in paths], cuts.conv, conv)
+        self.memory_ssm = Stacked(paths, cuts.heads, dict.fromkeys(("A_log", "D", "dt_bias"), ()), torch.float32)
+        num_groups = max(1, config.mamba_n_groups // group.size)
+        self.memory_side = MemorySide(self.memory_proj, self.memory_conv, self.memory_ssm, num_groups)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: SanshoStep, caches: SanshoCaches
@@ -201,12 +227,11 @@ class SanshoForCausalLM(nn.Module):
 
     def cache_specs(self, dtype_size: int) -> list[CacheSpec]:
         """Window caches by loop and layer, the shared one, then the convolutions' and the scans' states."""
-        c = self.config
-        window = WindowKVSpec(c.sliding_window, c.num_key_value_heads, c.head_dim, dtype_size)
-        shared = PagedKVSpec(c.cross_num_key_value_heads, c.head_dim, dtype_size)
-        layers = len(c.mamba_layers)
-        conv = StateSpec((layers, c.conv_channels, c.mamba_d_conv - 1), dtype_size)
-        ssm = StateSpec((layers, c.mamba_heads, c.mamba_d_head, c.mamba_d_state), 4)
+        c, model = self.config, self.model
+        window = WindowKVSpec(c.sliding_window, model.layers[0].self_attn.num_kv_heads, c.head_dim, dtype_size)
+        shared = PagedKVSpec(model.num_shared_heads, c.head_dim, dtype_size)
+        conv = StateSpec((*model.memory_conv.weight.shape[:2], c.mamba_d_conv - 1), dtype_size)
+        ssm = StateSpec((*model.memory_ssm.D.shape, c.mamba_d_head, c.mamba_d_state), 4)
         return [window] * (c.universal_loop * c.num_self_decoder_layers) + [shared, conv, ssm]
 
     def forward(

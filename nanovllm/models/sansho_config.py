@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.models.config import as_id_set, need, rope_parameters
+from nanovllm.models.config import as_id_set, check_divides, need, rope_parameters
 
 _SELF, _MAMBA, _ATTENTION = "sliding_attention", "cross_mamba", "cross_attention"
 _COUNTS = (
@@ -57,7 +57,7 @@ class SanshoConfig:
 
     layer_types: of all layers; the first num_self_decoder_layers run universal_loop times.
     rope: {"rope_type": "default", "rope_theta": ...}.
-    mamba_heads: E / P. conv_channels: E + G * N, what the convolution runs over.
+    mamba_heads: E / P.
     """
 
     architecture: str
@@ -89,13 +89,14 @@ class SanshoConfig:
     eos_token_ids: frozenset[int]
 
     def check_ranks(self, size: int) -> None:
-        """Refuse more than one rank.
-
-        Raises:
-            NotImplementedError: size is not 1.
-        """
-        if size != 1:
-            raise NotImplementedError(f"tensor_parallel_size={size}: Sansho runs on one rank; leave it at 1")
+        """As `ModelConfig.check_ranks`; attention is not divided where its heads cannot be."""
+        heads = {"mamba_d_ssm / mamba_d_head": self.mamba_heads}
+        check_divides(size, intermediate_size=self.intermediate_size, **heads)
+        if self.mamba_n_groups % size and size % self.mamba_n_groups:
+            raise ValueError(
+                f"tensor_parallel_size={size} is not allowed: it neither divides mamba_n_groups="
+                f"{self.mamba_n_groups} of config.json nor is a multiple of it; change tensor_parallel_size"
+            )
 
     @property
     def max_model_len(self) -> int:
@@ -106,11 +107,6 @@ class SanshoConfig:
     def mamba_heads(self) -> int:
         """Heads of a cross_mamba layer."""
         return self.mamba_d_ssm // self.mamba_d_head
-
-    @property
-    def conv_channels(self) -> int:
-        """Channels of x and B together."""
-        return self.mamba_d_ssm + self.mamba_n_groups * self.mamba_d_state
 
     @property
     def mamba_layers(self) -> list[int]:
