@@ -49,6 +49,7 @@ def small_tiles(monkeypatch, request):
     if "compiles" not in request.node.name:
         monkeypatch.setattr(ssd_triton, "_TOKENS", 16)
         monkeypatch.setattr(ssd_triton, "_STATE", 4096)
+        monkeypatch.setattr(ssd_triton, "_CONV_TOKENS", 8)
 
 
 def table_of(segments, chunk_size, device):
@@ -90,6 +91,10 @@ def exact_scan(x, dt, b, c, a_log, dt_bias, d, states, segments):
     return y, states
 
 
+# A GPU's exponential is off by two units in the last place, torch's by half of one; results are float32 whatever x is.
+_TIMES = 4
+
+
 @on_each_device
 @in_each_dtype
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -110,16 +115,16 @@ def test_scan(name, sizes, dtype, device):
         ours = before.clone()
         with nan_filled():
             got = ssd_triton.ssd(*case[:3], c, *case[4:], ours, table, 36)
-        assert_as_good(ours, rival_states, states)
+        assert_as_good(ours, rival_states, states, _TIMES)
         assert (got is None) == (c is None)
-    assert_as_good(got, rival, y)
+    assert_as_good(got, rival, y, _TIMES)
     at = slice(layers - 1, layers)
     alone = before.clone()
     one = [*(part[:, at] for part in case[:4]), *(part[at] for part in case[4:]), alone[:, at]]
     got[:, at] = ssd_triton.ssd(*one, table, 36)
-    assert_as_good(got, rival, y)
+    assert_as_good(got, rival, y, _TIMES)
     assert torch.equal(alone[:, :-1], before[:, :-1])
-    assert_as_good(torch.cat((ours[:, :-1], alone[:, at]), 1), rival_states, states)
+    assert_as_good(torch.cat((ours[:, :-1], alone[:, at]), 1), rival_states, states, _TIMES)
 
 
 @on_each_device
@@ -194,8 +199,8 @@ def launches_of(op):
             rest = z(2, channels, 4, dtype=dtype), z(2, channels, dtype=dtype), z(1, 2, channels, 3, dtype=dtype)
             run = functools.partial(ssd_triton.causal_conv, x[..., :channels], *rest, table, 256)
         else:
-            xs = x[..., : heads * dim].unflatten(-1, (heads, dim))
-            b = x[..., heads * dim : channels].unflatten(-1, (groups, size))
+            xs, b = z(600, 2, channels, dtype=dtype).split((heads * dim, groups * size), -1)
+            xs, b = xs.unflatten(-1, (heads, dim)), b.unflatten(-1, (groups, size))
             params, states = [z(2, heads)] * 3, z(1, 2, heads, dim, size)
             rest = (b if op == "outputs" else None, *params, states, table, 256)
             run = functools.partial(ssd_triton.ssd, xs, x[..., channels:], b, *rest)
