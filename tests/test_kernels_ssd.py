@@ -49,6 +49,7 @@ def small_tiles(monkeypatch, request):
     if "compiles" not in request.node.name:
         monkeypatch.setattr(ssd_triton, "_TOKENS", 16)
         monkeypatch.setattr(ssd_triton, "_STATE", 4096)
+        monkeypatch.setattr(ssd_triton, "_CONV_TOKENS", 8)
 
 
 def table_of(segments, chunk_size, device):
@@ -194,8 +195,8 @@ def launches_of(op):
             rest = z(2, channels, 4, dtype=dtype), z(2, channels, dtype=dtype), z(1, 2, channels, 3, dtype=dtype)
             run = functools.partial(ssd_triton.causal_conv, x[..., :channels], *rest, table, 256)
         else:
-            xs = x[..., : heads * dim].unflatten(-1, (heads, dim))
-            b = x[..., heads * dim : channels].unflatten(-1, (groups, size))
+            xs, b = z(600, 2, channels, dtype=dtype).split((heads * dim, groups * size), -1)
+            xs, b = xs.unflatten(-1, (heads, dim)), b.unflatten(-1, (groups, size))
             params, states = [z(2, heads)] * 3, z(1, 2, heads, dim, size)
             rest = (b if op == "outputs" else None, *params, states, table, 256)
             run = functools.partial(ssd_triton.ssd, xs, x[..., channels:], b, *rest)

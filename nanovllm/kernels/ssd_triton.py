@@ -15,10 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-# Tokens of a tile; of a program's state at most so many numbers, of its convolution so many channels.
+# Tokens of a tile, and at most so many numbers of a program's state; channels and tokens of a tile of a convolution.
 _TOKENS = 64
 _STATE = 8192
 _CHANNELS = 128
+_CONV_TOKENS = 32
 
 
 @triton.jit
@@ -233,6 +234,7 @@ def ssd(
     block_n = max(16, triton.next_power_of_2(size))
     block_p = min(max(16, triton.next_power_of_2(dim)), max(16, _STATE // block_n))
     spans, count, blocks = len(table), layers * heads, triton.cdiv(dim, block_p)
+    stages = 2 if x.element_size() == 2 else 1  # as many as 99 KiB of shared memory hold
     local = decay = states
     if c is not None:
         local = torch.empty((spans, count, dim, size), dtype=torch.float32, device=x.device)
@@ -244,7 +246,7 @@ def ssd(
     }  # fmt: skip
     _states_kernel[(count, spans, blocks)](
         x, b, dt, a_log, dt_bias, states, local, decay, table, spans, *strides, *dt.stride()[:2],
-        *states.stride()[:2], LOCAL=c is not None, num_stages=2, **sizes,
+        *states.stride()[:2], LOCAL=c is not None, num_stages=stages + 1, **sizes,
     )  # fmt: skip
     if c is None:
         return None
@@ -255,50 +257,52 @@ def ssd(
     tiles = triton.cdiv(chunk_size, _TOKENS)
     _outputs_kernel[(count, spans * tiles, blocks)](
         x, b, c, dt, a_log, dt_bias, d, local, y, table, tiles, *strides, *c.stride()[:2], *dt.stride()[:2],
-        num_stages=1, **sizes,
+        num_stages=stages, **sizes,
     )  # fmt: skip
     return y
 
 
 @triton.jit
 def _conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, states_ptr, out_ptr, table_ptr, tiles, C, x_stride, x_layer, row_stride,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, states_ptr, out_ptr, table_ptr, tiles, x_stride, row_stride, LAYER: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens of a span and CHANNELS channels of a layer; grid (spans * tiles, blocks of C, L)."""
+    """TOKENS tokens of a span and CHANNELS channels of a layer; grid (spans * tiles, blocks of C, L). Tokens of a
+    layer lie LAYER apart from those of the next: how far is compiled in, as it says how wide loads may be."""
     span, layer = tl.program_id(0) // tiles, tl.program_id(2)
-    tokens = tl.load(table_ptr + span * 6) + tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)
-    end = tl.load(table_ptr + span * 6 + 1)
-    if tl.load(table_ptr + span * 6) + tl.program_id(0) % tiles * TOKENS >= end:
+    start = tl.load(table_ptr + span * 6) + tl.program_id(0) % tiles * TOKENS
+    num_tokens = tl.load(table_ptr + span * 6 + 1) - start
+    if num_tokens <= 0:
         return
-    begin = tl.load(table_ptr + span * 6 + 4)
+    # Counted from the tile's first token, which keeps offsets short.
+    begin = tl.load(table_ptr + span * 6 + 4) - start
     row = tl.load(table_ptr + span * 6 + 5).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    token = tl.arange(0, TOKENS)[:, None]
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     there = channel < C
-    live = (tokens < end)[:, None] & there[None, :]
-    channel += layer * C
-    x_ptr += layer * (x_layer - C) + channel[None, :]
-    states_ptr += row * row_stride + channel[None, :] * (WIDTH - 1)
+    live = (token < num_tokens) & there
+    x_ptr += start.to(tl.int64) * x_stride + layer * LAYER
+    out_ptr += (start.to(tl.int64) * tl.num_programs(2) + layer) * C
+    weight_ptr += layer * (C * WIDTH) + channel * WIDTH
+    past_ptr = states_ptr + row * row_stride + (layer * C + channel) * (WIDTH - 1) + (WIDTH - 1 - begin)
     total = tl.zeros([TOKENS, CHANNELS], tl.float32)
-    if HAS_BIAS:
-        total += tl.load(bias_ptr + channel, mask=there, other=0.0).to(tl.float32)[None, :]
     for k in tl.static_range(WIDTH):
-        at = (tokens + (k + 1 - WIDTH))[:, None]
-        value = tl.load(x_ptr + at.to(tl.int64) * x_stride, mask=live & (at >= begin), other=0.0).to(tl.float32)
-        if k + 1 < WIDTH:
-            past = tl.load(states_ptr + WIDTH - 1 + at - begin, mask=live & (at < begin), other=0.0)
-            value += past.to(tl.float32)
-        weight = tl.load(weight_ptr + channel * WIDTH + k, mask=there, other=0.0).to(tl.float32)
-        total += value * weight[None, :]
+        at = token + (k + 1 - WIDTH)
+        value = tl.load(x_ptr + at * x_stride + channel, mask=live & (at >= begin), other=0.0)
+        if begin > k + 1 - WIDTH:  # some token of this tile reaches back into the row
+            value += tl.load(past_ptr + at, mask=live & (at < begin), other=0.0).to(value.dtype)
+        weight = tl.load(weight_ptr + k, mask=there, other=0.0)
+        total += value.to(tl.float32) * weight.to(tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + layer * C + channel, mask=there, other=0.0).to(tl.float32)
     out = total / (1.0 + tl.exp(-total))
-    out_ptr += tokens[:, None].to(tl.int64) * (tl.num_programs(2) * C) + channel[None, :]
-    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=live)
+    tl.store(out_ptr + token * (tl.num_programs(2) * C) + channel, out.to(out_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["num_spans"])
 def _history_kernel(
-    x_ptr, states_ptr, table_ptr, num_spans, C, x_stride, x_layer, row_stride, HISTORY: tl.constexpr,
-    BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    x_ptr, states_ptr, table_ptr, num_spans, x_stride, row_stride, LAYER: tl.constexpr, C: tl.constexpr,
+    HISTORY: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """The last inputs of CHANNELS channels of a layer, moved on from span to span; grid (spans, blocks of C, L)."""
     span, layer = tl.program_id(0), tl.program_id(2)
@@ -315,7 +319,7 @@ def _history_kernel(
         first, end = tl.load(table_ptr + span * 6), tl.load(table_ptr + span * 6 + 1)
         at = (end - HISTORY + place)[:, None]
         new = tl.load(
-            x_ptr + at.to(tl.int64) * x_stride + layer * x_layer + channel, mask=mask & (at >= first), other=0.0
+            x_ptr + at.to(tl.int64) * x_stride + layer * LAYER + channel, mask=mask & (at >= first), other=0.0
         )
         moves = (place[:, None] + end - first) == place[None, :]
         kept = tl.sum(tl.where(moves[:, :, None], past.to(tl.float32)[None, :, :], 0.0), 1)
@@ -337,16 +341,16 @@ def causal_conv(
     layers, channels = x.shape[1:]
     width, spans = weight.shape[2], len(table)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(chunk_size, _TOKENS)
+    tiles = triton.cdiv(chunk_size, _CONV_TOKENS)
     grid = (triton.cdiv(channels, _CHANNELS), layers)
-    shared = (channels, *x.stride()[:2], states.stride(0))
+    sizes = {"LAYER": x.stride(1), "C": channels, "CHANNELS": _CHANNELS, "num_warps": 4}
     _conv_kernel[(spans * tiles, *grid)](
-        x, weight, x if bias is None else bias, states, out, table, tiles, *shared, WIDTH=width,
-        HAS_BIAS=bias is not None, TOKENS=_TOKENS, CHANNELS=_CHANNELS, num_warps=8,
+        x, weight, x if bias is None else bias, states, out, table, tiles, x.stride(0), states.stride(0),
+        WIDTH=width, HAS_BIAS=bias is not None, TOKENS=_CONV_TOKENS, **sizes,
     )  # fmt: skip
     if width > 1:
         _history_kernel[(spans, *grid)](
-            x, states, table, spans, *shared, HISTORY=width - 1, BLOCK=triton.next_power_of_2(width - 1),
-            CHANNELS=_CHANNELS, num_warps=4,
+            x, states, table, spans, x.stride(0), states.stride(0), HISTORY=width - 1,
+            BLOCK=triton.next_power_of_2(width - 1), **sizes,
         )  # fmt: skip
     return out
