@@ -1,107 +1,119 @@
-"""Prefill of Sansho: 8 prompts of 8,064 tokens, beside the plain reference on the same device; what leaving the
-cross-decoder early is worth; and the first token of an 8,000-token prompt, cold and after a prefix hit.
+"""What a Sansho prefill takes: against the plain reference, without the early exit, and with a resumed prefix.
 
-python scripts/bench_sansho_prefill.py                                   # sansho-500m on a GPU, random weights
-python scripts/bench_sansho_prefill.py --shape tiny --prompt-len 96      # to see it run on a CPU
-
-A table, and the same as one line of JSON.
+python scripts/bench_sansho_prefill.py                          # random weights of the 500m shape, on a GPU
+python scripts/bench_sansho_prefill.py --shape tiny --device cpu --lengths 2x40 --ttft-tokens 60   # does it run
 """
 
 import argparse
 import json
-import sys
+import statistics
 import tempfile
 import time
-from pathlib import Path
 
 import torch
+from make_sansho_export import SHAPES, make_export
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from nanovllm import LLM, SamplingParams, platform
+from nanovllm.models.sansho_reference import SanshoReference
 
-from nanovllm import LLM, SamplingParams  # noqa: E402
-from nanovllm.engine import sansho_runner  # noqa: E402
-from nanovllm.engine.results import PLAIN  # noqa: E402
-from nanovllm.engine.step import BlockUpdates, PrefillChunk, RowStart, Step  # noqa: E402
-from nanovllm.models.sansho_reference import SanshoReference  # noqa: E402
-from scripts.make_sansho_export import make_export  # noqa: E402
+RUNS = 3
+ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
-def seconds_of(call, rounds: int = 3) -> float:
-    """The median of `rounds` runs after one that warms up."""
-    times = []
-    for _ in range(rounds + 1):
+class ForwardTimer:
+    """Seconds inside a model's forward pass, which leaves out the head: every row of a scored prompt has logits."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self.device, self.seconds = device, 0.0
+        model.register_forward_pre_hook(lambda *_: self._add(-1))
+        model.register_forward_hook(lambda *_: self._add(1))
+
+    def _add(self, sign: int) -> None:
+        platform.synchronize(self.device)
+        self.seconds += sign * time.perf_counter()
+
+
+def draw(count: int, tokens: int, vocab_size: int) -> list[list[int]]:
+    """Prompts that have no prefix in common with any before."""
+    return torch.randint(3, vocab_size - 1, (count, tokens)).tolist()
+
+
+def measure(llm: LLM, count: int, tokens: int, vocab_size: int, timer: ForwardTimer) -> dict[str, float]:
+    """Tokens a second of prefills from end to end, and of the forward pass alone with and without the early exit;
+    medians, after one run that compiles."""
+    found = {"prefill_tok_s": [], "forward_tok_s": [], "forward_all_rows_tok_s": []}
+    for _ in range(RUNS + 1):
+        prompts, timer.seconds = draw(count, tokens, vocab_size), 0.0
         start = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return sorted(times[1:])[rounds // 2]
+        llm.generate(prompts, ONE_TOKEN, use_tqdm=False)
+        found["prefill_tok_s"].append(count * tokens / (time.perf_counter() - start))
+        found["forward_tok_s"].append(count * tokens / timer.seconds)
+        timer.seconds = 0.0
+        llm.score(draw(count, tokens, vocab_size))
+        found["forward_all_rows_tok_s"].append(count * tokens / timer.seconds)
+    return {name: statistics.median(values[1:]) for name, values in found.items()}
 
 
-def prefill(llm: LLM, prompts: list[list[int]], tokens_per_step: int, everywhere: bool) -> None:
-    """Steps of whole prompts, straight to the runner; `everywhere`: all rows pass the cross-decoder."""
-    runner = llm.engine.runner
-    blocks = -(-len(prompts[0]) // runner.block_size)
-    per_step = max(1, tokens_per_step // len(prompts[0]))
-    for first in range(0, len(prompts), per_step):
-        starts, updates, chunks = [], BlockUpdates(), []
-        for row, prompt in enumerate(prompts[first : first + per_step]):
-            starts.append(RowStart(row, SamplingParams(), 0, [], []))
-            updates.add(row, 0, list(range(row * blocks, (row + 1) * blocks)))
-            chunks.append(PrefillChunk(row, 0, prompt, True, 0, prompt[1:] if everywhere else [], 0))
-        runner.run(Step(starts, updates, chunks, [], [], PLAIN)).wait()
+def first_token(llm: LLM, tokens: int, vocab_size: int) -> dict[str, float]:
+    """Milliseconds to the first token of one prompt: new, and again with its prefix there; medians."""
+    found = {"ttft_cold_ms": [], "ttft_hit_ms": [], "cached_tokens": []}
+    for _ in range(RUNS + 1):
+        (prompt,) = draw(1, tokens, vocab_size)
+        cold, hit = (llm.generate([prompt], ONE_TOKEN, use_tqdm=False)[0] for _ in range(2))
+        found["ttft_cold_ms"].append(cold["time_to_first_token"] * 1e3)
+        found["ttft_hit_ms"].append(hit["time_to_first_token"] * 1e3)
+        found["cached_tokens"].append(hit["num_cached_tokens"])
+    return {name: statistics.median(values[1:]) for name, values in found.items()}
 
 
-def first_token_seconds(llm: LLM, prompt: list[int]) -> float:
-    """Submission to the first token."""
+def reference_speed(path: str, device: torch.device, tokens: int, vocab_size: int) -> float:
+    """Tokens a second of the plain reference, one prompt at a time in float32, as it is written."""
+    reference = SanshoReference(path, str(device))
+    (warm,), (prompt,) = draw(1, min(tokens, 64), vocab_size), draw(1, tokens, vocab_size)
+    reference.logits(warm)
+    platform.synchronize(device)
     start = time.perf_counter()
-    llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, ignore_eos=True), use_tqdm=False)
-    return time.perf_counter() - start
+    reference.logits(prompt)
+    platform.synchronize(device)
+    return tokens / (time.perf_counter() - start)
 
 
-def measure(directory: str, args: argparse.Namespace) -> dict[str, float]:
-    """All figures: tokens per second, and seconds."""
-    draw = torch.Generator().manual_seed(0)
-    fresh = lambda: torch.randint(3, 200, (args.prompt_len,), generator=draw).tolist()  # noqa: E731
-    prompts, tokens = [fresh() for _ in range(args.num_seqs)], args.num_seqs * args.prompt_len
-    results = {}
-    knobs = {"max_num_batched_tokens": args.tokens_per_step, "max_model_len": args.prompt_len + 64}
-    with LLM(directory, skip_tokenizer_init=True, max_num_seqs=args.num_seqs, **knobs) as llm:
-        results["tok_s"] = tokens / seconds_of(lambda: prefill(llm, prompts, args.tokens_per_step, False))
-        wanted, sansho_runner.score_chunks = sansho_runner.score_chunks, lambda *args: []  # the head is not measured
-        results["tok_s_without_early_exit"] = tokens / seconds_of(
-            lambda: prefill(llm, prompts, args.tokens_per_step, True)
-        )
-        sansho_runner.score_chunks = wanted
-        llm.generate([fresh()], SamplingParams(max_tokens=1), use_tqdm=False)
-        rounds = [(first_token_seconds(llm, prompt), first_token_seconds(llm, prompt)) for prompt in prompts[:3]]
-        results["ttft_cold_s"], results["ttft_hit_s"] = (sorted(times)[len(times) // 2] for times in zip(*rounds))
-    reference = SanshoReference(directory, "cuda" if torch.cuda.is_available() else "cpu")
-    reference.weights = {name: tensor.to(args.reference_dtype) for name, tensor in reference.weights.items()}
-    reference.logits(prompts[0][:64])
-    start = time.perf_counter()
-    int(reference.logits(prompts[0])[-1].argmax())  # waits for the device
-    results["reference_tok_s"] = args.prompt_len / (time.perf_counter() - start)
-    results["of_reference"] = results["tok_s"] / results["reference_tok_s"]
-    results["early_exit"] = results["tok_s"] / results["tok_s_without_early_exit"]
-    results["hit_speedup"] = results["ttft_cold_s"] / results["ttft_hit_s"]
-    return results
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Measure and print."""
+def main() -> None:
+    """A table, and the same as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="sansho-500m")
-    parser.add_argument("--num-seqs", type=int, default=8)
-    parser.add_argument("--prompt-len", type=int, default=8064)
-    parser.add_argument("--tokens-per-step", type=int, default=16384)
-    parser.add_argument("--reference-dtype", type=lambda name: getattr(torch, name), default=torch.float32)
-    args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        results = measure(make_export(Path(folder), args.shape, tokenizer=False), args)
-    for name, value in results.items():
-        print(f"{name:<26}{value:>14,.4f}")
-    print(json.dumps(results))
+    parser.add_argument("--shape", choices=SHAPES, default="sansho-500m")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--lengths", nargs="+", default=["8x8064", "1x8064"], help="prompts x tokens")
+    parser.add_argument("--ttft-tokens", type=int, default=8000)
+    args = parser.parse_args()
+    cases = {case: tuple(map(int, case.split("x"))) for case in args.lengths}
+    longest, vocab_size = max(tokens for _, tokens in cases.values()), SHAPES[args.shape]["vocab_size"]
+    device = torch.device(args.device)
+    result = {"shape": args.shape, "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
+    with tempfile.TemporaryDirectory() as path:
+        make_export(path, args.shape, tokenizer=False)
+        pool = {} if device.type == "cuda" else {"num_kvcache_blocks": 64, "kvcache_block_size": 16}
+        with LLM(
+            path, device=args.device, skip_tokenizer_init=True, max_num_seqs=16, sansho_prefix_checkpoints=16, **pool
+        ) as llm:
+            # Before the hooks, which wait for the device.
+            result |= first_token(llm, args.ttft_tokens, vocab_size)
+            timer = ForwardTimer(llm.engine.runner.model, device)
+            for case, (count, tokens) in cases.items():
+                result[case] = measure(llm, count, tokens, vocab_size, timer)
+        result["reference_tok_s"] = reference_speed(path, device, longest, vocab_size)
+    for case in cases:
+        own = result[case]
+        own["vs_reference"] = own["prefill_tok_s"] / result["reference_tok_s"]
+        own["early_exit"] = own["forward_tok_s"] / own["forward_all_rows_tok_s"]
+        print(f"{case:<10}{own['prefill_tok_s']:>12,.0f} tok/s, {own['vs_reference']:.1f} x the reference (target 2)")
+        print(f"{'':<10}{own['early_exit']:>12.2f} x the forward pass of all rows (target 1.2)")
+    print(f"reference {result['reference_tok_s']:>12,.0f} tok/s")
+    print(
+        f"{args.ttft_tokens} tokens: first token after {result['ttft_cold_ms']:.1f} ms, "
+        f"{result['ttft_hit_ms']:.1f} ms with {result['cached_tokens']:.0f} of them cached"
+    )
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -459,3 +459,14 @@ def test_a_16_bit_export_keeps_its_decay_in_float32(make_llm, sansho_path, bad_e
     output = generate(llm, make_prompts(12), greedy(6))[0]
     first = hf_full_logprobs(sansho_path, make_prompts(12)[0])[-1]
     assert abs(output["logprobs"][0] - float(first[output["token_ids"][0]])) < 0.5
+
+
+def test_the_benchmark_of_prefills_runs(monkeypatch, capsys):
+    """All figures on tiny sizes, the second prompt of two equal ones resumed; the last line is JSON."""
+    argv = ["--shape", "tiny", "--device", "cpu", "--lengths", "2x20", "1x30", "--ttft-tokens", "60"]
+    monkeypatch.setattr("sys.argv", ["bench_sansho_prefill.py", *argv])
+    load_script("bench_sansho_prefill").main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["ttft_cold_ms"] > 0 < result["ttft_hit_ms"] and result["cached_tokens"] >= 32
+    for case in ("2x20", "1x30"):
+        assert all(value > 0 for value in result[case].values()) and len(result[case]) == 5
