@@ -100,6 +100,7 @@ class DeviceSide:
             self.capture_seconds = self.runner.capture(config, self._shows_progress)
         if config.sansho_warmup_prompt_lens:
             self.runner.touch(config)
+        group.exchange(None)  # what went wrong on another rank is known before a request comes
 
     @property
     def _shows_progress(self) -> bool:

@@ -57,13 +57,16 @@ def start(config: EngineConfig) -> DeviceSide:
     device = platform.resolve_device(config.device)
     if device.type == "cuda":
         platform.resolve_device(config.device, size - 1)  # or the last rank would be the one to find out
-    workers = Workers(config)
+    workers, group = Workers(config), None
     try:
         group = Group(0, size, workers.store, device, _HOST, workers.check)
         workers.on_failure = group.abort
         side = DeviceSide(config, device, group)
     except BaseException as error:
-        raise workers.lost(error) from error
+        workers.lose(error)
+        if group is not None:
+            group.close()
+        raise
     side.runner = ParallelRunner(side.runner, workers)
     return side
 
@@ -111,12 +114,8 @@ class Workers:
         self._failed, self._stopping = threading.Event(), False
         self._processes: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
-        try:
-            for rank in range(1, size):
-                self._launch((config, rank, port))
-        except BaseException:
-            self.stop(0)
-            raise
+        for rank in range(1, size):
+            self._launch((config, rank, port))
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-ranks", daemon=True)
         self._watcher.start()
 
@@ -141,14 +140,18 @@ class Workers:
         for connection in self._connections:
             connection.send_bytes(message)
 
-    def lost(self, error: BaseException) -> BaseException:
-        """After `error` in rank 0, in the middle of what all ranks do: end the others; returns what to raise."""
-        if isinstance(error, (PeerError, OSError)) and self._failed.wait(_REPORT):
-            error = PeerError(self._failure)
-        elif not self._failed.is_set():
+    def lose(self, error: BaseException) -> None:
+        """After `error` in rank 0, in the middle of what all ranks do: end the others.
+
+        Raises:
+            PeerError: another rank is the cause; with what it said.
+        """
+        caused = isinstance(error, (PeerError, OSError)) and self._failed.wait(_REPORT)
+        if not self._failed.is_set():
             self._fail(f"rank 0 failed in the middle of a step: {type(error).__name__}: {error}")
         self.stop(0)
-        return error
+        if caused:
+            raise PeerError(self._failure) from error
 
     def stop(self, seconds: float = _LEAVE) -> None:
         """End the processes, those that do not leave within so long by force; a second time does nothing."""
@@ -165,11 +168,12 @@ class Workers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._connections:
+        if self._connections and self._watcher is not threading.current_thread():  # which may collect garbage
             self._watcher.join()
         for connection in self._connections:
             connection.close()
         self._connections, self.store = [], None
+        self.on_failure = lambda: None  # or the group and this would keep each other
 
     def _fail(self, reason: str) -> None:
         self._failure = reason
@@ -226,7 +230,8 @@ class ParallelRunner:
                 self._workers.send(step)
                 return ParallelResult(self._runner.run(step), self._workers)
             except BaseException as error:
-                raise self._workers.lost(error) from error
+                self._workers.lose(error)
+                raise
 
     def exit(self) -> None:
         """End the processes and let go of all memory; a second time does nothing."""

@@ -234,7 +234,7 @@ def ssd(
     block_n = max(16, triton.next_power_of_2(size))
     block_p = min(max(16, triton.next_power_of_2(dim)), max(16, _STATE // block_n))
     spans, count, blocks = len(table), layers * heads, triton.cdiv(dim, block_p)
-    stages = 2 if x.element_size() == 2 else 1  # as many as 99 KiB of shared memory hold
+    stages = 3 if x.element_size() == 2 else 2  # as many as 99 KiB of shared memory hold
     local = decay = states
     if c is not None:
         local = torch.empty((spans, count, dim, size), dtype=torch.float32, device=x.device)
@@ -246,7 +246,7 @@ def ssd(
     }  # fmt: skip
     _states_kernel[(count, spans, blocks)](
         x, b, dt, a_log, dt_bias, states, local, decay, table, spans, *strides, *dt.stride()[:2],
-        *states.stride()[:2], LOCAL=c is not None, num_stages=stages + 1, **sizes,
+        *states.stride()[:2], LOCAL=c is not None, num_stages=stages, **sizes,
     )  # fmt: skip
     if c is None:
         return None
@@ -257,7 +257,7 @@ def ssd(
     tiles = triton.cdiv(chunk_size, _TOKENS)
     _outputs_kernel[(count, spans * tiles, blocks)](
         x, b, c, dt, a_log, dt_bias, d, local, y, table, tiles, *strides, *c.stride()[:2], *dt.stride()[:2],
-        num_stages=stages, **sizes,
+        num_stages=1, **sizes,  # triton 3.6 fails to compile it for sm_90 with more
     )  # fmt: skip
     return y
 
