@@ -122,18 +122,47 @@ def test_the_rest_of_a_prompt_shares_its_step_with_the_next_one():
     assert [chunks_of(step) for step in engine.steps if step.chunks] == [[(0, 8)], [(8, 3), (0, 5)], [(5, 4)]]
 
 
+def test_a_short_prompt_does_not_wait_for_all_chunks_of_a_long_one():
+    """Newcomers that fit whole share a long prompt's steps, in order of arrival, with up to half of the budget; what
+    does not fit keeps its place. The long prompt goes on with the rest."""
+    engine = FakeEngine(budget=8, num_blocks=64)
+    long = engine.add([1] * 40, max_tokens=2)
+    engine.step_until(lambda: long.num_computed == 8)
+    short, next_short = engine.add([2] * 3, max_tokens=2), engine.add([3], max_tokens=2)
+    larger, last = engine.add([4] * 5, max_tokens=2), engine.add([5], max_tokens=2)
+    engine.step_until(lambda: long.num_computed > 8)
+    assert long.num_computed == 12 and short.is_decoding and next_short.is_decoding
+    engine.step_until(lambda: long.is_decoding)
+    assert short.status is next_short.status is Status.FINISHED
+    assert larger.num_computed <= 5 and last.num_computed <= 1 and last.arrival_time > larger.arrival_time
+    finish_all(engine)
+    assert long.num_preemptions == 0
+
+
+def test_newcomers_leave_a_long_prompt_the_blocks_that_it_needs():
+    """They are admitted beside it only if there are blocks for all of both."""
+    engine = FakeEngine(block_size=1, num_blocks=34, budget=8)
+    long = engine.add([1] * 30, max_tokens=2)
+    engine.step_until(lambda: long.num_computed == 8)
+    shorts = [engine.add([2 + i] * 3, max_tokens=1) for i in range(3)]
+    finish_all(engine)
+    assert long.num_preemptions == 0 and all(short.num_preemptions == 0 for short in shorts)
+
+
 def test_nobody_overtakes_a_prompt_whose_next_chunk_waits_for_blocks():
     """Three sequences decode between its chunks and take their blocks; a short prompt would still fit."""
     engine = FakeEngine(block_size=1, num_blocks=39, budget=10)
     for i in range(3):
         engine.add([i], max_tokens=20)
     engine.step()
-    long, short = engine.add([4] * 30, max_tokens=2), engine.add([5], max_tokens=2)
+    long = engine.add([4] * 30, max_tokens=2)
     engine.step_until(lambda: long.num_computed == 20)
+    short = engine.add([5], max_tokens=2)
     engine.step()
     assert 5 < engine.blocks.num_free < 10, "room for the short one, not for the chunk"
-    engine.step_until(lambda: long.num_computed == 30)
-    assert short.status is Status.WAITING
+    while long.num_computed == 20:
+        assert short.status is Status.WAITING
+        engine.step()
     finish_all(engine)
 
 

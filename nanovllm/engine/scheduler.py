@@ -134,13 +134,15 @@ class Scheduler:
     def _schedule_prefill(self) -> Step | None:
         plan = _Plan(self.max_num_batched_tokens)
         if self.running and not self.running[-1].is_decoding:
-            # Admission stops at a prompt that the budget cuts, so the unfinished prefill is the last one admitted.
+            # Admission stops at a prompt that the budget cuts, so one prefill at most is unfinished; it stays the last.
             seq = self.running[-1]
             end = min(seq.num_computed + plan.budget, len(seq.token_ids))
             if self.block_manager.num_new_blocks(seq, end, []) > self.block_manager.num_free:
                 return None  # who decodes now ends or makes room by preemption, and nobody may overtake
+            self._admit(plan, plan.budget // 2, seq)
             self._add_chunk(seq, plan)
-        self._admit(plan)
+        if not self.running or self.running[-1].is_decoding:
+            self._admit(plan, plan.budget)
         return self._launch(plan) if plan.step.chunks else None
 
     def _launch(self, plan: _Plan) -> Step:
@@ -150,10 +152,12 @@ class Scheduler:
         self._launched.append(plan)
         return plan.step
 
-    def _admit(self, plan: _Plan) -> None:
-        """Start waiting sequences in order of arrival while rows, blocks and budget last."""
+    def _admit(self, plan: _Plan, room: int, unfinished: Sequence | None = None) -> None:
+        """Start waiting sequences in order of arrival while rows, blocks and `room` tokens of the budget last. Beside
+        an unfinished prefill only those that fit whole: a short prompt does not wait for all chunks of a long one."""
         deferred: list[Sequence] = []
-        while self.waiting and self._free_rows and plan.budget > 0:
+        least = plan.budget - room
+        while self.waiting and self._free_rows and plan.budget > least:
             seq = self.waiting[0]
             if seq.num_pending:
                 break  # preempted a moment ago: its last token is not read yet
@@ -165,10 +169,16 @@ class Scheduler:
             # Room for the whole prompt, not only its first chunk, and a block to grow for each running sequence:
             # admitting more would soon preempt it again.
             needed = self.block_manager.num_new_blocks(seq, len(seq.token_ids), prefix) + len(self.running)
+            if unfinished is not None:
+                needed += self.block_manager.num_new_blocks(unfinished, len(unfinished.token_ids), [])
+                if len(seq.token_ids) - len(prefix) * self.block_manager.block_size > plan.budget - least:
+                    break
             if needed > self.block_manager.num_free:
                 break
             self.waiting.popleft()
             self._start(seq, prefix, plan.step)
+            if unfinished is not None:
+                self.running[-2:] = seq, unfinished
             self._add_chunk(seq, plan)
         self.waiting.extendleft(reversed(deferred))
 
