@@ -108,13 +108,14 @@ def test_a_worker_killed_between_calls(path):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_worker_killed_in_generate(path, size):
     """Rank 0 is in the middle of a sum with it. Of four the others notice too, and name the one that died."""
+    others = children(os.getpid())  # of other tests
     llm = LLM(path, **{**KNOBS, "tensor_parallel_size": size})
     victim = workers_of(llm)[-1]
     killer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
     killer.start()
     with pytest.raises(RuntimeError, match=f"rank {size - 1} died with exit status -9"):
         generate(llm, PROMPTS * 100, greedy(200))
-    assert wait_until(lambda: not children(os.getpid()), 3)
+    assert wait_until(lambda: children(os.getpid()) == others, 3)
     with pytest.raises(RuntimeError, match="died"):
         generate(llm, PROMPTS, greedy(1))
     llm.exit()
@@ -140,11 +141,12 @@ def test_an_exception_in_a_worker_comes_with_its_traceback(path):
 
 def test_an_exception_in_rank_0_ends_the_others(path, monkeypatch):
     """They are in the middle of the step: nobody can go on. The caller gets the exception itself, then that."""
+    others = children(os.getpid())
     llm = LLM(path, **KNOBS)
     monkeypatch.setattr(llm.engine.runner._runner, "_forward", lambda inputs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate(llm, PROMPTS, greedy(4))
-    assert not children(os.getpid())
+    assert children(os.getpid()) == others
     with pytest.raises(RuntimeError, match="rank 0 failed in the middle of a step: ZeroDivisionError"):
         generate(llm, PROMPTS, greedy(4))
     llm.exit()
