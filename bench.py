@@ -44,6 +44,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--num-kvcache-blocks", type=int, default=-1)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--enforce-eager", action="store_true")
     return parser
 
@@ -116,6 +117,7 @@ def make_llm(args: argparse.Namespace, **knobs: object) -> LLM:
         gpu_memory_utilization=args.gpu_memory_utilization,
         num_kvcache_blocks=args.num_kvcache_blocks,
         attention_backend=args.attention_backend,
+        tensor_parallel_size=args.tensor_parallel_size,
         enforce_eager=args.enforce_eager,
     )
     return LLM(args.model, **{**given, **knobs})

@@ -136,7 +136,7 @@ class Group:
         if largest:
             options.reduceOp = dist.ReduceOp.MAX
         with _peers():
-            self._backend.allreduce([x], options).wait()
+            _finish(self._backend.allreduce([x], options))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -144,8 +144,10 @@ class Group:
         if self.size == 1:
             return x
         gathered = x.new_empty(self.size, *x.shape)
+        options = dist.distributed_c10d.AllgatherOptions()
+        options.asyncOp = False
         with _peers():
-            self._backend._allgather_base(gathered.flatten(0, 1), x.contiguous()).wait()
+            _finish(self._backend._allgather_base(gathered.flatten(0, 1), x.contiguous(), options))
         return gathered.transpose(0, 1).flatten(1)
 
     def exchange(self, value: Any) -> list[Any]:
@@ -171,6 +173,12 @@ class Group:
         """Drop the connections; a second time does nothing."""
         self.abort()
         self._backend = self._store = None
+
+
+def _finish(work: dist.Work | None) -> None:
+    """Wait for gloo. NCCL's work is queued on the current stream like any kernel, and has nothing to wait for."""
+    if work is not None:
+        work.wait()
 
 
 def _connect(store: dist.Store, rank: int, size: int, device: torch.device, host: str | None) -> Any:
