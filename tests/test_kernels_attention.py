@@ -90,7 +90,7 @@ def test_references_are_softmax(window):
     contexts, queries = [1, 0, 33, 17], [1, 0, 5, 17]
     q, k_cache, v_cache, table, lens = make_case(contexts, queries, 16, 4, 2, 16, window, torch.float32)
     starts = running_sum(queries)
-    got = ops.prefill_attention(q, k_cache, v_cache, table, starts, lens, max(queries), 0.3, window)
+    got = ops.prefill_attention(q, k_cache, v_cache, table, starts, lens, 0.3, window)
     for seq, (context, query) in enumerate(zip(contexts, queries, strict=True)):
         blocks = table[seq, : -(-context // 16)].clamp(0, len(k_cache) - 1).long()
         k, v = (cache[blocks].flatten(0, 1)[:context] for cache in (k_cache, v_cache))
@@ -132,7 +132,7 @@ def check_decode(shape, dtype, device, contexts=CONTEXTS, **knobs):
 def check_prefill(shape, dtype, device, contexts=CONTEXTS, queries=QUERIES, **knobs):
     q, *caches, table, lens = make_case(contexts, queries, *shape, dtype, device)
     starts = running_sum(queries, device)
-    rest = (table, starts, lens, max(queries), shape[0] ** -0.5, shape[-1])
+    rest = (table, starts, lens, shape[0] ** -0.5, shape[-1])
     check(
         lambda *args: prefill_twin.prefill_attention(*args, **knobs),
         ops.prefill_attention_ref,
@@ -213,7 +213,7 @@ def launches_for(cc, head_dim, window, block_size):
     config = prefill_twin.prefill_config(capability, head_dim, window is not None)
     prefill = record_launches(
         prefill_twin,
-        lambda: prefill_twin.prefill_attention(q, *caches, table, running_sum([1, 1]), lens, 1, scale, window, config),
+        lambda: prefill_twin.prefill_attention(q, *caches, table, running_sum([1, 1]), lens, scale, window, config),
     )
     return decode + prefill
 

@@ -22,8 +22,7 @@ class TritonAttention:
     in_cuda_graph = True
 
     def prepare(self, metadata: AttentionMetadata, num_blocks: int, block_size: int) -> None:
-        """Longest query and context of the step; for a CUDA graph `seq_lens` holds the longest it may see."""
-        metadata.scratch["max_seqlen_q"] = max(metadata.query_lens)
+        """Longest context of the step; for a CUDA graph `seq_lens` holds the longest it may see."""
         metadata.scratch["max_seqlen_k"] = max(metadata.seq_lens)
 
     def attend(
@@ -39,5 +38,4 @@ class TritonAttention:
         if metadata.is_decode:
             longest = metadata.scratch["max_seqlen_k"]
             return decode_attention(q, cache.k, cache.v, table, lens, longest, scale, window)
-        starts, longest = metadata.cu_seqlens_q, metadata.scratch["max_seqlen_q"]
-        return prefill_attention(q, cache.k, cache.v, table, starts, lens, longest, scale, window)
+        return prefill_attention(q, cache.k, cache.v, table, metadata.cu_seqlens_q, lens, scale, window)

@@ -86,8 +86,7 @@ def window_attention(
     _move(ring, pages, step.kept)
     q = split_norm_rotate_write(qkv, num_heads, kv_heads, *norm, *rotary, *pages, meta.slot_mapping)
     table, lens, scale = meta.block_table, meta.context_lens, dim**-0.5
-    longest = max(meta.query_lens)
-    out = prefill_attention(q, *pages, table, meta.cu_seqlens_q, lens, longest, scale, step.window)
+    out = prefill_attention(q, *pages, table, meta.cu_seqlens_q, lens, scale, step.window)
     _move(pages, ring, step.left)
     return out
 

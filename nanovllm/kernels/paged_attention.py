@@ -22,19 +22,18 @@ def prefill_attention_ref(
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
-    max_seqlen_q: int,
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention where a sequence's queries are its last tokens; computed in float32.
 
     Args:
-        q: [T, H, D], the sequences' queries one after the other.
+        q: [T, H, D], the sequences' queries one after the other; what follows them is padding, and comes out as
+            anything.
         k_cache, v_cache: [num_blocks, block_size, KV, D], contiguous; slots no query sees may hold anything, NaN too.
         block_table: [S, max_blocks] int32; entries for blocks no query sees may be anything.
         cu_seqlens_q: [S + 1] int32, running sum of query lengths.
         context_lens: [S] int32, key lengths, those of the queries' own tokens included.
-        max_seqlen_q: longest query length, known on the host.
         scale: of the scores, positive.
         window: W, key j is seen by query i where i - W < j <= i; None sees all j <= i.
 
@@ -73,7 +72,7 @@ def decode_attention_ref(
         [S, H, D] in q's dtype; zeros for a row with context length 0 (padding of a CUDA graph).
     """
     starts = torch.arange(len(q) + 1)
-    return prefill_attention_ref(q, k_cache, v_cache, block_table, starts, context_lens, 1, scale, window)
+    return prefill_attention_ref(q, k_cache, v_cache, block_table, starts, context_lens, scale, window)
 
 
 def _attend(
@@ -114,14 +113,13 @@ def prefill_attention(
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     context_lens: torch.Tensor,
-    max_seqlen_q: int,
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
     """`prefill_attention_ref`, by a kernel where there is one: bfloat16 and float16, head sizes up to 256."""
     kernel = twin("paged_prefill") if q.is_cuda and q.dtype != torch.float32 else None
     run = prefill_attention_ref if kernel is None else kernel.prefill_attention
-    return run(_rows(q), k_cache, v_cache, block_table, cu_seqlens_q, context_lens, max_seqlen_q, scale, window)
+    return run(_rows(q), k_cache, v_cache, block_table, cu_seqlens_q, context_lens, scale, window)
 
 
 def decode_attention(

@@ -107,19 +107,34 @@ def _attend_tiles(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["window", "table_stride"])
+@triton.jit
+def _owner(cu_q_ptr, num_seqs, index, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence that program `index` works for. Those of sequence s begin with number cu_q[s] * GROUP // BLOCK_M +
+    s, so that no sequence's length has to be known to the host, nor does a long one make work for short ones."""
+    first, end = 0, num_seqs
+    while end - first > 1:
+        middle = (first + end) // 2
+        begun = tl.load(cu_q_ptr + middle) * GROUP // BLOCK_M + middle <= index
+        first = tl.where(begun, middle, first)
+        end = tl.where(begun, end, middle)
+    return first
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window", "table_stride"])
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, cu_q_ptr, context_ptr, scale_log2, window,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, cu_q_ptr, context_ptr, num_seqs, scale_log2, window,
     table_stride, q_stride, out_stride, block_stride, head_stride,
     GROUP: tl.constexpr, TOKEN_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of one KV head of one sequence; grid (tiles of the longest query, KV, S)."""
-    kv_head, seq = tl.program_id(1), tl.program_id(2)
+    """BLOCK_M rows of one KV head of one sequence; grid (T * GROUP // BLOCK_M + S, KV): a
+    program or none too many for each sequence, wherever its queries begin."""
+    index, kv_head = tl.program_id(0), tl.program_id(1)
+    seq = _owner(cu_q_ptr, num_seqs, index, GROUP, BLOCK_M)
     q_start = tl.load(cu_q_ptr + seq)
     num_rows = (tl.load(cu_q_ptr + seq + 1) - q_start) * GROUP
     # The last tile has the most keys and starts first; programs beyond the sequence come last and leave.
-    tile = tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(0)
+    tile = tl.cdiv(num_rows, BLOCK_M) - 1 - (index - (q_start * GROUP // BLOCK_M + seq))
     if tile < 0:
         return
     context = tl.load(context_ptr + seq)
@@ -172,7 +187,7 @@ def _capability(index: int | None) -> tuple[int, int]:
 
 def prefill_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, context_lens: Tensor,
-    max_seqlen_q: int, scale: float, window: int | None = None, config: PrefillConfig | None = None,
+    scale: float, window: int | None = None, config: PrefillConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """See `paged_attention.prefill_attention`. `config` is for measurements."""
     num_tokens, num_heads, head_dim = q.shape
@@ -180,10 +195,11 @@ def prefill_attention(
     config = config or prefill_config(_capability(q.device.index), head_dim, window is not None)
     group = num_heads // num_kv_heads
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    grid = (triton.cdiv(max_seqlen_q * group, config.block_m), num_kv_heads, len(context_lens))
+    num_seqs = len(context_lens)
+    grid = (num_tokens * group // config.block_m + num_seqs, num_kv_heads)
     _prefill_kernel[grid](
-        q, k_cache, v_cache, out, block_table, cu_seqlens_q, context_lens, scale * _LOG2_E, window or 0,
-        block_table.stride(0), q.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(2),
+        q, k_cache, v_cache, out, block_table, cu_seqlens_q, context_lens, num_seqs, scale * _LOG2_E,
+        window or 0, block_table.stride(0), q.stride(0), out.stride(0), k_cache.stride(0), k_cache.stride(2),
         TOKEN_STRIDE=k_cache.stride(1), GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         HAS_WINDOW=window is not None, BLOCK_M=config.block_m, BLOCK_D=max(triton.next_power_of_2(head_dim), 16),
         BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
