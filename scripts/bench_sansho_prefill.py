@@ -87,6 +87,8 @@ def main() -> None:
     parser.add_argument("--ttft-tokens", type=int, default=8000)
     args = parser.parse_args()
     cases = {case: tuple(map(int, case.split("x"))) for case in args.lengths}
+    # All prompts of a case in one step: that keeps the device busy longer than the host takes to launch it.
+    step = max(count * tokens for count, tokens in cases.values())
     longest, vocab_size = max(tokens for _, tokens in cases.values()), SHAPES[args.shape]["vocab_size"]
     device = torch.device(args.device)
     result = {"shape": args.shape, "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
@@ -94,7 +96,13 @@ def main() -> None:
         make_export(path, args.shape, tokenizer=False)
         pool = {} if device.type == "cuda" else {"num_kvcache_blocks": 64, "kvcache_block_size": 16}
         with LLM(
-            path, device=args.device, skip_tokenizer_init=True, max_num_seqs=16, sansho_prefix_checkpoints=16, **pool
+            path,
+            device=args.device,
+            skip_tokenizer_init=True,
+            max_num_seqs=16,
+            max_num_batched_tokens=step,
+            sansho_prefix_checkpoints=16,
+            **pool,
         ) as llm:
             # Before the hooks, which wait for the device.
             result |= first_token(llm, args.ttft_tokens, vocab_size)

@@ -310,7 +310,7 @@ def test_cache_beyond_32_bits():
     q = torch.randn(40, 16, 128, device="cuda", dtype=torch.bfloat16)
     last = caches[:, -4:].clone()
     for attend, rows, lengths in (
-        (ops.prefill_attention, q, (starts, lens, 40)),
+        (ops.prefill_attention, q, (starts, lens)),
         (ops.decode_attention, q[:1], (lens, 250)),
     ):
         assert torch.equal(attend(rows, *caches, table, *lengths, 0.1), attend(rows, *last, small, *lengths, 0.1))

@@ -1,5 +1,6 @@
 """Decode through rings: norm, rotary, remembering and attention in one kernel, against the reference and against
-attention over the whole sequence. Slots that no query sees hold NaN."""
+attention over the whole sequence. Slots that no query sees hold NaN. And the way of a prefill's keys and values out of
+rings and back."""
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from triton_tools import (
     record_launches,
 )
 
+from nanovllm.kernels import kv_cache, kv_cache_triton
 from nanovllm.kernels import window_decode as ops
 from nanovllm.kernels import window_decode_triton as twin
 from nanovllm.kernels.choice import overlaps_launches
@@ -196,6 +198,32 @@ def test_in_a_cuda_graph():
     assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(*results, strict=True))
 
 
+def moves(width, count, dtype, device):
+    """Two caches, keys and values, of blocks of 4 slots of `width` numbers, and `count` slots to move, every third to
+    nowhere."""
+    source, target = (torch.randn(2, 40, 4, *width, device=device).to(dtype) for _ in range(2))
+    slots = torch.stack([torch.randperm(160)[:count] for _ in range(2)])
+    slots[1, 1::3] = -1
+    return source, target, slots.to(device)
+
+
+@on_each_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [(3, 64), (1, 5), (8, 256)], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 50, 160])
+def test_moving_keys_and_values(width, count, dtype, device):
+    """As by hand, in the reference and in the kernel; the rest of the target stays."""
+    source, target, slots = moves(width, count, dtype, device)
+    expected = target.flatten(1, 2).clone()
+    for begin, end in slots.T.tolist():
+        if end >= 0:
+            expected[:, end] = source.flatten(1, 2)[:, begin]
+    for run in (kv_cache.move_kv, kv_cache.move_kv_ref, *([kv_cache_triton.move_kv] if count else [])):
+        moved = target.clone()
+        run(tuple(source), tuple(moved), slots)
+        assert torch.equal(moved.flatten(1, 2), expected)
+
+
 def launches(shape, dtype, overlap):
     """What one layer launches."""
     case = window_case(shape, dtype, "cpu")
@@ -211,6 +239,8 @@ def test_compiles(cc):
         *launches(SHAPES[0], torch.bfloat16, cc >= 90), *launches(SHAPES[4], torch.float16, cc >= 90),
         *launches((8, 1, 128, 4096, 4096), torch.bfloat16, cc >= 90), *launches(SHAPES[0], torch.float32, cc >= 90),
     ]  # fmt: skip
+    source, target, slots = moves((3, 64), 50, torch.bfloat16, "cpu")
+    found += record_launches(kv_cache_triton, lambda: kv_cache_triton.move_kv(tuple(source), tuple(target), slots))
     check_compiles([(launch, cc) for launch in found])
 
 

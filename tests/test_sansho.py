@@ -23,6 +23,7 @@ from test_scoring import check_scores
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import sansho_batch
 from nanovllm.engine.batch import upload
+from nanovllm.engine.results import PLAIN, draw_tokens
 from nanovllm.models.sansho_config import SANSHO_500M, SanshoConfig
 
 B = 4
@@ -181,6 +182,47 @@ def test_only_wanted_rows_meet_the_cross_decoder(make_llm, sansho_path, monkeypa
     monkeypatch.setattr(model, "_cross", lambda x, *rest: rows.append(len(x)) or cross(x, *rest))
     check_generate(llm, sansho_path, make_prompts(24, 3, 2), max_tokens=1)
     assert rows == [0, 3]
+
+
+class PaddedPrefills:
+    """In the place of CUDA graphs: prefills packed into buckets with room to spare and run at once, decode eager."""
+
+    def __init__(self, runner):
+        self.runner, self.num_taken, self.num_refused = runner, 0, 0
+        runner.graphs, runner._replay_most = self, 0
+        runner._logits = torch.empty(runner.rows.padding_row, runner.model.config.vocab_size)
+
+    def prefill(self, chunks, num_tokens):
+        runner, size = self.runner, num_tokens + 5
+        packed = runner._pack_short(chunks, size)
+        if packed is None:
+            self.num_refused += 1
+            return None
+        self.num_taken += 1
+        room, plan = runner._short_room(size), runner._plan(chunks)
+        seq_lens = [chunk.start + len(chunk.token_ids) for chunk in chunks] + [0] * (room.seqs - len(chunks))
+        found = runner._prefill_hidden(torch.from_numpy(packed), room, [size], seq_lens, segments=plan.segments)
+        logits = runner.model.compute_logits(found[1], runner._logits[: room.seqs])
+        return *found, draw_tokens(runner.rows, logits, found[0], PLAIN)[0]
+
+
+@pytest.mark.parametrize("budget", [5, 16, 40])
+def test_prefills_in_buckets(make_llm, sansho_path, monkeypatch, budget):
+    """What the graph of a prefill computes: padding among tokens, sequences, spans and slots changes nothing, be it in
+    batches, in chunks, with snapshots or for requests that need more than a plain draw; scored prompts go without."""
+    monkeypatch.setattr(sansho_batch, "_PIECE_TOKENS", 6)
+    llm = make_llm(sansho_path, max_num_batched_tokens=budget, max_num_seqs=5)
+    poison(llm.engine.runner)
+    graphs = PaddedPrefills(llm.engine.runner)
+    prompts = make_prompts(17, 9, 1, 33, 8)
+    for _ in range(2):
+        check_generate(llm, sansho_path, prompts, max_tokens=6)
+    assert graphs.num_taken >= 3 and not graphs.num_refused
+    outputs = generate(llm, make_prompts(7, 9, seed=4), [greedy(3, logprobs=3), SamplingParams(temperature=1, top_k=1)])
+    assert all(output["token_ids"] for output in outputs)
+    check_scores(llm, sansho_path, make_prompts(21, 4, seed=2), num_top=2)
+    assert graphs.prefill([], 0) is not None, "a graph is captured over padding alone"
+    check_idle(llm)
 
 
 # Rows

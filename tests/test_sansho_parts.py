@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from nanovllm.attention.base import KVCache
 from nanovllm.attention.window import Ring, WindowMetadata, window_attention
 from nanovllm.engine import sansho_batch
-from nanovllm.engine.sansho_batch import prefill_window, snapshot_rows, state_pieces, state_segments
+from nanovllm.engine.sansho_batch import Plan, Room, pack, plan_prefill, snapshot_rows, state_segments, unpack
 from nanovllm.engine.snapshots import Snapshots
 from nanovllm.engine.step import PrefillChunk
 from nanovllm.kernels.mamba_step import Drive, gated_norm_ref, mamba_conv_ref, mamba_read_ref
@@ -122,12 +122,28 @@ def test_the_gated_norm_is_per_group():
     torch.testing.assert_close(gated_norm_ref(y, z, weight, 1e-5, 3), expected)
 
 
+def unpacked(plan, ring, room=None, scored=False):
+    """A plan on its way through one copy, with chunks of 3 tokens."""
+    room = room or plan.room(3, scored)
+    return unpack(torch.from_numpy(pack(plan, room, 3, padding_row=9)), room, ring, 3, plan.segments)
+
+
+def pieces_of(plan, scored):
+    """Pieces, their tables without padding."""
+    pieces = unpacked(plan, Ring(1, 1), scored=scored)[2]
+    for piece, table in zip(pieces, plan.tables(plan.room(3, scored), 3), strict=True):
+        assert (piece.table[len(table) :, 2:4] == -1).all() and not piece.table[len(table) :, :2].any()
+        piece.table = piece.table[: len(table)]
+    return pieces
+
+
 def test_segments_are_cut_with_their_tokens(monkeypatch):
     """Pieces of 4 tokens: what was begun goes on in its target, an empty segment stays with its predecessor. Kernels
     take spans of 3 tokens at most, of which the first one of those that go on from one another knows a source."""
     monkeypatch.setattr(sansho_batch, "_PIECE_TOKENS", 4)
     segments = [Segment(0, 6, 0, 7), Segment(6, 8, 7, 8), Segment(8, 8, 8, 0), Segment(8, 11, 1, 1)]
-    pieces = state_pieces(segments, False, 3, torch.device("cpu"))
+    plan = Plan([], np.zeros(11, int), *np.zeros((2, 2, 0), int), [0], [], segments)
+    pieces = pieces_of(plan, False)
     assert [(piece.start, piece.end, piece.segments, piece.table.tolist()) for piece in pieces] == [
         (0, 4, [(0, 4, 0, 7)], [[0, 3, 0, -1, 0, 0], [3, 4, -1, 7, 0, 0]]),
         (
@@ -138,7 +154,7 @@ def test_segments_are_cut_with_their_tokens(monkeypatch):
         ),
         (8, 11, [(0, 3, 1, 1)], [[0, 3, 1, 1, 0, 1]]),
     ]
-    (whole_step,) = state_pieces(segments, True, 3, torch.device("cpu"))
+    (whole_step,) = pieces_of(plan, True)
     assert (whole_step.start, whole_step.end, whole_step.segments) == (0, 11, segments)
     assert whole_step.table[-2:].tolist() == [[8, 8, -1, 0, 0, 0], [8, 11, 1, 1, 8, 1]]
 
@@ -150,6 +166,14 @@ def chunk_of(row, start, length, snapshots=()):
     return PrefillChunk(row, start, [0] * length, False, start, [], 0, list(snapshots))
 
 
+def window_step(chunks, taken, ring):
+    """Windows of a prefill with room for more sequences, tokens and keys than it has."""
+    plan = plan_prefill(chunks, taken, ring)
+    room = Room.bucket(len(chunks) + 2, len(plan.slots) + 3, ring, 3)
+    assert room.holds(plan.room(3, False))
+    return unpacked(plan, ring, room)[1]
+
+
 def whole(qkv, window, heads=4, dim=8):
     """Attention over a whole sequence, without a cache, norm or rotary."""
     q, k, v = qkv.view(len(qkv), -1, dim).split((heads, 2, 2), dim=1)
@@ -157,9 +181,12 @@ def whole(qkv, window, heads=4, dim=8):
 
 
 def run(qkv, ring, step, positions):
-    """`window_attention` with rotary that turns nothing."""
+    """`window_attention` with rotary that turns nothing, of these tokens and as many of padding as the step has."""
     tables = torch.ones(64, 8), torch.zeros(64, 8)
-    return window_attention(qkv, 4, (None, None, 0.0), (*tables, positions), ring, step).flatten(1)
+    padding = 0 if step.slots is None else len(step.slots) - len(qkv)
+    qkv, positions = F.pad(qkv, (0, 0, 0, padding), value=torch.nan), F.pad(positions, (0, padding))
+    out = window_attention(qkv, 4, (None, None, 0.0), (*tables, positions), ring, step).flatten(1)
+    return out[: len(out) - padding]
 
 
 @pytest.mark.parametrize("window", [1, 2, 7, 8, 9])
@@ -175,7 +202,7 @@ def test_a_ring_is_a_window(window, block_size, cut):
     for start in range(0, 20, cut):
         end = min(start + cut, 20)
         taken = [[(12, 1)] if start < 12 <= end else []]
-        step = prefill_window([chunk_of(2, start, end - start)], taken, size, torch.device("cpu"))
+        step = window_step([chunk_of(2, start, end - start)], taken, size)
         out = run(qkv[start:end], ring, step, torch.arange(start, end))
         torch.testing.assert_close(out, expected[start:end])
     for row, first in ((2, 20), (1, 12)):
@@ -202,7 +229,7 @@ def from_ring(qkv, window):
     """All tokens by one prefill through a ring of pages of 4."""
     size = Ring(window, 4)
     ring = KVCache(*(torch.zeros(size.num_blocks, 4, 2, 8) for _ in range(2)))
-    step = prefill_window([chunk_of(0, 0, len(qkv))], [[]], size, torch.device("cpu"))
+    step = window_step([chunk_of(0, 0, len(qkv))], [[]], size)
     return run(qkv, ring, step, torch.arange(len(qkv)))
 
 
@@ -213,7 +240,7 @@ def test_chunks_of_several_rows_do_not_mix():
     ring = KVCache(*(torch.full((3 * size.num_blocks, 4, 2, 8), torch.nan) for _ in range(2)))
     for spans in ([(0, 6), (0, 1), (0, 9)], [(6, 12), (1, 3), (9, 10)]):
         chunks = [chunk_of(row, first, end - first) for row, (first, end) in enumerate(spans)]
-        step = prefill_window(chunks, [[], [], []], size, torch.device("cpu"))
+        step = window_step(chunks, [[], [], []], size)
         tokens = torch.cat([own[first:end] for own, (first, end) in zip(qkv, spans, strict=True)])
         positions = torch.tensor(np.concatenate([np.arange(first, end) for first, end in spans]))
         out = run(tokens, ring, step, positions)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.attention.base import AttentionMetadata, KVCache
+from nanovllm.attention.base import KVCache
+from nanovllm.kernels.kv_cache import move_kv
 from nanovllm.kernels.paged_attention import prefill_attention
 from nanovllm.kernels.qkv import split_norm_rotate_write
 from nanovllm.kernels.window_decode import window_decode
@@ -38,21 +39,27 @@ class Ring:
 
 @dataclass(slots=True)
 class WindowMetadata:
-    """One step's way through all window caches.
+    """One step's way through all window caches, T tokens of S sequences.
 
-    pages: of a prefill, where in scratch pages tokens are written and what they attend over.
-    num_pages: scratch pages to make.
-    kept: ring slots and scratch slots [K] int64 of keys of earlier steps.
-    left: scratch slots and ring slots [M] int64 of keys that later steps see.
     rows: [T] int64, of a decode step, whose rings; it needs nothing else.
+    slots: [T] int64, of a prefill, scratch slots of its tokens; -1: nowhere.
+    table: [S, max_pages] int32, scratch pages of each sequence.
+    cu_seqlens_q: [S + 1] int32, running sum of the sequences' tokens.
+    lens: [S] int32, their keys, those of earlier steps included.
+    num_pages: scratch pages to make.
+    kept: [2, K] int64, ring slots and scratch slots of keys of earlier steps; to -1: none.
+    left: [2, M] int64, scratch slots and ring slots of keys that later steps see; as there.
     """
 
     window: int
-    pages: AttentionMetadata | None = None
-    num_pages: int = 0
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None
-    left: tuple[torch.Tensor, torch.Tensor] | None = None
     rows: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    lens: torch.Tensor | None = None
+    num_pages: int = 0
+    kept: torch.Tensor | None = None
+    left: torch.Tensor | None = None
 
 
 def window_attention(
@@ -81,16 +88,9 @@ def window_attention(
         size = Ring(step.window, block_size).size
         rings = (tensor.view(-1, size, kv_heads, dim) for tensor in ring)
         return window_decode(qkv, *norm, *rotary, *rings, step.rows, step.window)
-    meta = step.pages
     pages = KVCache(*(tensor.new_empty(step.num_pages, *tensor.shape[1:]) for tensor in ring))
-    _move(ring, pages, step.kept)
-    q = split_norm_rotate_write(qkv, num_heads, kv_heads, *norm, *rotary, *pages, meta.slot_mapping)
-    table, lens, scale = meta.block_table, meta.context_lens, dim**-0.5
-    out = prefill_attention(q, *pages, table, meta.cu_seqlens_q, lens, scale, step.window)
-    _move(pages, ring, step.left)
+    move_kv(ring, pages, step.kept)
+    q = split_norm_rotate_write(qkv, num_heads, kv_heads, *norm, *rotary, *pages, step.slots)
+    out = prefill_attention(q, *pages, step.table, step.cu_seqlens_q, step.lens, dim**-0.5, step.window)
+    move_kv(pages, ring, step.left)
     return out
-
-
-def _move(source: KVCache, target: KVCache, slots: tuple[torch.Tensor, torch.Tensor]) -> None:
-    for old, new in zip(source, target, strict=True) if len(slots[0]) else ():
-        new.view(-1, *new.shape[2:]).index_copy_(0, slots[1], old.view(-1, *old.shape[2:])[slots[0]])

@@ -142,8 +142,11 @@ def pack_prefill(chunks: list[PrefillChunk], num_seqs: int, num_tokens: int, pad
     packed[:num_seqs] = padding_row
     for i, chunk in enumerate(chunks):
         packed[i : 3 * num_seqs : num_seqs] = chunk.row, chunk.start, len(chunk.token_ids)
-    tokens = np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks])
-    packed[3 * num_seqs :][: len(tokens)] = tokens
+    first = 3 * num_seqs
+    for chunk in chunks:
+        end = first + len(chunk.token_ids)
+        packed[first:end] = chunk.token_ids
+        first = end
     return packed
 
 
@@ -170,8 +173,8 @@ def prefill_inputs(
     attention = AttentionMetadata(
         slot_mapping=torch.where(live, _slots(block_table, owner, positions, block_size), -1),
         block_table=block_table,
-        cu_seqlens_q=_running_sum(lens),
-        cu_seqlens_k=_running_sum(context_lens),
+        cu_seqlens_q=running_sum(lens),
+        cu_seqlens_k=running_sum(context_lens),
         context_lens=context_lens.to(torch.int32),
         query_lens=query_lens,
         seq_lens=seq_lens,
@@ -186,6 +189,6 @@ def _slots(block_table: torch.Tensor, owner: torch.Tensor, positions: torch.Tens
     return block_ids * block_size + positions % block_size
 
 
-def _running_sum(lens: torch.Tensor) -> torch.Tensor:
-    """[S] to [S + 1] int32, starting at 0."""
+def running_sum(lens: torch.Tensor) -> torch.Tensor:
+    """Lengths [S] to [S + 1] int32, starting at 0."""
     return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32)

@@ -7,15 +7,20 @@ import bisect
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanovllm.engine.batch import pack_prefill, upload
+from nanovllm.engine.batch import upload
 from nanovllm.engine.step import PrefillChunk
 
 logger = logging.getLogger(__name__)
+
+# Sequences that a captured prefill has room for.
+PREFILL_SEQS = 16
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -37,10 +42,11 @@ class StepGraphs:
 
     Args:
         decode: [B] rows to [B] drawn tokens.
-        prefill: a packed batch of `prefill_seqs` sequences (`pack_prefill`) to whatever tensors its caller wants.
+        prefill: a packed prefill on the device, and the size of its bucket, to whatever tensors its caller wants.
+        pack: chunks and the size of a bucket to int64 numbers, or None where no graph takes them; without chunks,
+            padding alone.
         max_num_seqs: largest decode batch.
-        prefill_seqs: sequences of a short prefill.
-        max_num_batched_tokens: largest prefill there is.
+        prefill_sizes: buckets of short prefills by tokens, ascending.
         padding_row: a row that belongs to no sequence; it fills a bucket up.
         device: where it runs.
     """
@@ -48,22 +54,21 @@ class StepGraphs:
     def __init__(
         self,
         decode: Callable[[torch.Tensor], torch.Tensor],
-        prefill: Callable[[torch.Tensor], Any],
+        prefill: Callable[[torch.Tensor, int], Any],
+        pack: Callable[[list[PrefillChunk], int], np.ndarray | None],
         max_num_seqs: int,
-        prefill_seqs: int,
-        max_num_batched_tokens: int,
+        prefill_sizes: list[int],
         padding_row: int,
         device: torch.device,
     ) -> None:
-        self._bodies = decode, prefill
+        self._decode, self._prefill, self._pack = decode, prefill, pack
         self._decode_sizes = graph_batch_sizes(max_num_seqs)
-        self._prefill_sizes = graph_token_counts(max_num_batched_tokens)
-        self._prefill_seqs = prefill_seqs
+        self._prefill_sizes = prefill_sizes
         self._padding_row = padding_row
         self._device = device
         self._rows = torch.full((max_num_seqs,), padding_row, dtype=torch.int64, device=device)
-        self._packed = torch.zeros(3 * prefill_seqs + max(self._prefill_sizes, default=0), dtype=torch.int64).to(device)
-        self._packed[:prefill_seqs] = padding_row
+        longest = max((len(pack([], size)) for size in prefill_sizes), default=0)
+        self._packed = torch.zeros(longest, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []
         self._graphs: dict[tuple[str, int], tuple[torch.cuda.CUDAGraph, Any]] = {}
 
@@ -73,20 +78,29 @@ class StepGraphs:
         start = time.perf_counter()
         before = torch.cuda.memory_reserved(self._device)
         pool = torch.cuda.graph_pool_handle()
-        decode, prefill = self._bodies
-        jobs = [("prefill", n, prefill, self._packed[: 3 * self._prefill_seqs + n]) for n in self._prefill_sizes]
-        jobs = jobs[::-1] + [("decode", n, decode, self._rows[:n]) for n in self._decode_sizes[::-1]]
-        for kind, size, body, argument in tqdm(jobs, desc="Capturing CUDA graphs", disable=not show_progress):
-            body(argument)  # compiles kernels and makes library handles, which a capture must not do
+        jobs = [("prefill", size) for size in self._prefill_sizes[::-1]]
+        jobs += [("decode", size) for size in self._decode_sizes[::-1]]
+        for kind, size in tqdm(jobs, desc="Capturing CUDA graphs", disable=not show_progress):
+            body = self._prefill_body(size) if kind == "prefill" else partial(self._decode, self._rows[:size])
+            body()  # compiles kernels and makes library handles, which a capture must not do
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                result = body(argument)
+                result = body()
             self._graphs[kind, size] = graph, result
         torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - start
         pool_mib = (torch.cuda.memory_reserved(self._device) - before) / 2**20
         logger.info("captured %d CUDA graphs in %.1f s, %.0f MiB", len(jobs), seconds, pool_mib)
         return seconds
+
+    def _prefill_body(self, size: int) -> Callable[[], Any]:
+        """The body of a bucket over padding, which is uploaded now."""
+        return partial(self._prefill, self._upload(self._pack([], size)), size)
+
+    def _upload(self, packed: np.ndarray) -> torch.Tensor:
+        """To where graphs look for it."""
+        self._packed[: len(packed)] = upload(packed, torch.int64, self._device)
+        return self._packed[: len(packed)]
 
     def decode(self, rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a decode step of these rows; returns them as a [n] device tensor and their [n] tokens, both valid
@@ -102,11 +116,13 @@ class StepGraphs:
 
     def prefill(self, chunks: list[PrefillChunk], num_tokens: int) -> Any:
         """Run a prefill; returns what its body returned, valid until the next step, or None where no graph takes it."""
-        if len(chunks) > self._prefill_seqs or num_tokens > max(self._prefill_sizes, default=0):
+        if num_tokens > max(self._prefill_sizes, default=0):
             return None
         size = _bucket(self._prefill_sizes, num_tokens)
-        packed = pack_prefill(chunks, self._prefill_seqs, size, self._padding_row)
-        self._packed[: len(packed)] = upload(packed, torch.int64, self._device)
+        packed = self._pack(chunks, size)
+        if packed is None:
+            return None
+        self._upload(packed)
         graph, result = self._graphs["prefill", size]
         graph.replay()
         return result

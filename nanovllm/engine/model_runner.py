@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import torch
 
 from nanovllm import platform
@@ -12,16 +13,13 @@ from nanovllm.cache_spec import PagedKVSpec
 from nanovllm.config import EngineConfig
 from nanovllm.context import ForwardContext, forward_context
 from nanovllm.engine.batch import Inputs, Rows, decode_inputs, pack_prefill, prefill_inputs, upload
-from nanovllm.engine.cuda_graph import StepGraphs
+from nanovllm.engine.cuda_graph import PREFILL_SEQS, StepGraphs, graph_token_counts
 from nanovllm.engine.results import PLAIN, PendingResult, draw_tokens, score_chunks
 from nanovllm.engine.step import PrefillChunk, Sampling, Step
 from nanovllm.layers.embed_head import empty_logits
 from nanovllm.models.decoder import CausalDecoder
 
 logger = logging.getLogger(__name__)
-
-# Sequences that a captured prefill has room for.
-_PREFILL_SEQS = 16
 
 
 class ModelRunner:
@@ -118,9 +116,9 @@ class ModelRunner:
         graphs = StepGraphs(
             self._decode_plain,
             self._prefill_plain,
+            self._pack_short,
             max_num_seqs,
-            min(_PREFILL_SEQS, max_num_seqs),
-            config.max_num_batched_tokens,
+            graph_token_counts(config.max_num_batched_tokens),
             self.rows.padding_row,
             self.device,
         )
@@ -198,11 +196,15 @@ class ModelRunner:
         self.rows.context_len[rows] = inputs.attention.context_lens.to(torch.int64)
         return rows, hidden, inputs.attention.cu_seqlens_q[1:].to(torch.int64) - 1
 
-    def _prefill_plain(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _pack_short(self, chunks: list[PrefillChunk], num_tokens: int) -> np.ndarray | None:
+        """What a CUDA graph for so many tokens takes; None where there are too many sequences for it."""
+        num_seqs = min(PREFILL_SEQS, self.rows.padding_row)
+        return pack_prefill(chunks, num_seqs, num_tokens, self.rows.padding_row) if len(chunks) <= num_seqs else None
+
+    def _prefill_plain(self, packed: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
         """What a CUDA graph of a short prefill holds: as `_prefill_hidden`, and a token for each sequence, drawn by
         temperature alone; where that is not what is wanted, the next draw for the row takes its place."""
-        num_seqs = min(_PREFILL_SEQS, self.rows.padding_row)
-        longest = [len(packed) - 3 * num_seqs]
-        rows, hidden, last = self._prefill_hidden(packed, longest, [self.max_model_len], num_seqs)
+        num_seqs = min(PREFILL_SEQS, self.rows.padding_row)
+        rows, hidden, last = self._prefill_hidden(packed, [num_tokens], [self.max_model_len], num_seqs)
         logits = self.model.compute_logits(hidden[last], self._logits[:num_seqs])
         return rows, hidden, last, draw_tokens(self.rows, logits, rows, PLAIN)[0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from nanovllm import platform
@@ -12,11 +14,12 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata, KVCache
 from nanovllm.attention.window import Ring, WindowMetadata
 from nanovllm.config import EngineConfig
 from nanovllm.context import ForwardContext, forward_context
-from nanovllm.engine.batch import Inputs, Rows, decode_inputs, pack_prefill, prefill_inputs, upload
-from nanovllm.engine.cuda_graph import StepGraphs
+from nanovllm.engine.batch import Inputs, Rows, decode_inputs, prefill_inputs, upload
+from nanovllm.engine.cuda_graph import PREFILL_SEQS, StepGraphs, graph_token_counts
 from nanovllm.engine.results import PLAIN, PendingResult, draw_tokens, score_chunks
-from nanovllm.engine.sansho_batch import last_rows, prefill_window, snapshot_rows, state_pieces, state_segments
+from nanovllm.engine.sansho_batch import Plan, Room, pack, plan_prefill, snapshot_rows, unpack
 from nanovllm.engine.step import BlockUpdates, PrefillChunk, RowStart, Sampling, Step
+from nanovllm.kernels.ssd import Segment
 from nanovllm.layers.embed_head import empty_logits
 from nanovllm.layers.mamba import MambaState
 from nanovllm.models.sansho import SanshoCaches, SanshoForCausalLM, SanshoStep
@@ -145,15 +148,22 @@ class SanshoModelRunner:
 
     @torch.inference_mode()
     def capture(self, config: EngineConfig, show_progress: bool) -> float:
-        """Capture decode steps as CUDA graphs, where device, backend and config allow it; returns the seconds it
-        took."""
+        """Capture decode steps and short prefills as CUDA graphs, where device, backend and config allow it; returns
+        the seconds it took."""
         self._replay_most = config.sansho_decode_graph_replay_max_tokens
         if self.device.type != "cuda" or not self.backend.in_cuda_graph or self._replay_most == 0:
             return 0.0
         max_num_seqs = self.rows.padding_row
         self._logits = empty_logits(max_num_seqs, self.model.config.vocab_size, self.dtype, self.device)
-        # Prefills are not captured: how their tokens fall into segments is known to the host alone.
-        graphs = StepGraphs(self._decode_plain, self._decode_plain, max_num_seqs, 1, 0, max_num_seqs, self.device)
+        graphs = StepGraphs(
+            self._decode_plain,
+            self._prefill_plain,
+            self._pack_short,
+            max_num_seqs,
+            graph_token_counts(config.max_num_batched_tokens),
+            self.rows.padding_row,
+            self.device,
+        )
         with platform.as_current(self.device):
             seconds = graphs.capture(show_progress)
         self.graphs = graphs
@@ -247,24 +257,81 @@ class SanshoModelRunner:
 
     def _prefill(self, chunks: list[PrefillChunk], sampling: Sampling | None) -> PendingResult:
         query_lens = [len(chunk.token_ids) for chunk in chunks]
-        seq_lens = [chunk.start + n for chunk, n in zip(chunks, query_lens, strict=True)]
-        packed = pack_prefill(chunks, len(chunks), sum(query_lens), self.rows.padding_row)
-        packed = upload(packed, torch.int64, self.device)
-        rows, inputs = prefill_inputs(packed, len(chunks), self.rows, self.block_size, query_lens, seq_lens)
-        taken = snapshot_rows(chunks, self.rows.padding_row + 1)
-        window = prefill_window(chunks, taken, self.ring, self.device)
-        last, index, own_rows, meta = last_rows(chunks, rows, inputs.attention)
-        scored = any(chunk.score_targets for chunk in chunks)
-        chunk_size = self.model.config.mamba_chunk_size
-        pieces = state_pieces(state_segments(chunks, taken), scored, chunk_size, self.device)
-        step = SanshoStep(window, inputs.attention.slot_mapping, own_rows, pieces, last, index)
-        if scored:  # every row's logits are wanted
-            step.last, meta = None, inputs.attention
+        scored, samples = any(chunk.score_targets for chunk in chunks), sampling is not None
+        captured = self.graphs.prefill(chunks, sum(query_lens)) if self.graphs is not None and samples else None
+        if captured is not None:
+            rows, hidden, last, token_ids = captured
+        else:
+            seq_lens = [chunk.start + n for chunk, n in zip(chunks, query_lens, strict=True)]
+            plan = self._plan(chunks)
+            room = plan.room(self._chunk_size, scored)
+            packed = upload(pack(plan, room, self._chunk_size, self.rows.padding_row), torch.int64, self.device)
+            lens = query_lens, seq_lens
+            rows, hidden, last = self._prefill_hidden(packed, room, *lens, scored, samples, plan.segments)
+        scores = score_chunks(self.model, hidden, chunks) if scored else []
+        if not samples:
+            return PendingResult(None, None, scores, self.device)
+        if captured is not None and sampling.is_plain and all(chunk.samples for chunk in chunks):
+            return PendingResult(token_ids[: len(chunks)], None, [], self.device)
+        chosen = upload([i for i, chunk in enumerate(chunks) if chunk.samples], torch.int64, self.device)
+        logits = self.model.compute_logits(hidden[last[chosen] if scored else chosen])
+        token_ids, logprobs = draw_tokens(self.rows, logits, rows[chosen], sampling)
+        return PendingResult(token_ids, logprobs, scores, self.device)
+
+    def _plan(self, chunks: list[PrefillChunk]) -> Plan:
+        return plan_prefill(chunks, snapshot_rows(chunks, self.rows.padding_row + 1), self.ring)
+
+    @property
+    def _chunk_size(self) -> int:
+        return self.model.config.mamba_chunk_size
+
+    def _prefill_hidden(
+        self,
+        packed: torch.Tensor,
+        room: Room,
+        query_lens: list[int],
+        seq_lens: list[int],
+        scored: bool = False,
+        samples: bool = True,
+        segments: list[Segment] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute the tokens of a packed batch and move contexts on.
+
+        Args:
+            packed, room, segments: see `unpack`.
+            query_lens, seq_lens: as `prefill_inputs` takes them.
+            scored: all tokens' hidden states are wanted.
+            samples: some chunk's last one is.
+
+        Returns:
+            rows [S]; hidden states of all tokens, of the sequences' last ones or of none; which tokens those are [S].
+        """
+        base, window, pieces = unpack(packed, room, self.ring, self._chunk_size, segments)
+        rows, inputs = prefill_inputs(base, room.seqs, self.rows, self.block_size, query_lens, seq_lens)
+        meta = inputs.attention
+        last = window.cu_seqlens_q[1:].to(torch.int64) - 1
+        step = SanshoStep(window, meta.slot_mapping, rows, pieces)
+        if not scored:
+            reading = len(rows) if samples else 0
+            step.last, step.rows = last[:reading], rows[:reading]
+            one = {"query_lens": [1] * reading, "seq_lens": seq_lens[:reading], "is_decode": True, "scratch": {}}
+            meta = replace(meta, cu_seqlens_q=None, cu_seqlens_k=None, **one)
         hidden = self._forward(inputs, meta, step)
         self.rows.context_len[rows] = inputs.attention.context_lens.to(torch.int64)
-        scores = score_chunks(self.model, hidden, chunks) if scored else []
-        if sampling is None:
-            return PendingResult(None, None, scores, self.device)
-        logits = self.model.compute_logits(hidden[index] if scored else hidden)
-        token_ids, logprobs = draw_tokens(self.rows, logits, own_rows, sampling)
-        return PendingResult(token_ids, logprobs, scores, self.device)
+        return rows, hidden, last
+
+    def _short_room(self, num_tokens: int) -> Room:
+        return Room.bucket(min(PREFILL_SEQS, self.rows.padding_row), num_tokens, self.ring, self._chunk_size)
+
+    def _pack_short(self, chunks: list[PrefillChunk], num_tokens: int) -> np.ndarray | None:
+        """What a CUDA graph for so many tokens takes; None for scored prompts, too many sequences or snapshots."""
+        plan, room = self._plan(chunks), self._short_room(num_tokens)
+        fits = room.holds(plan.room(self._chunk_size, False)) and not any(chunk.score_targets for chunk in chunks)
+        return pack(plan, room, self._chunk_size, self.rows.padding_row) if fits else None
+
+    def _prefill_plain(self, packed: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """What a CUDA graph of a short prefill holds; see `ModelRunner`."""
+        room = self._short_room(num_tokens)
+        rows, hidden, last = self._prefill_hidden(packed, room, [num_tokens], [self.max_model_len] * room.seqs)
+        logits = self.model.compute_logits(hidden, self._logits[: room.seqs])
+        return rows, hidden, last, draw_tokens(self.rows, logits, rows, PLAIN)[0]

@@ -141,16 +141,19 @@ class MemorySide:
         return Scan(x, dt, b, self.ssm, state.ssm, piece)
 
     def absorb(
-        self, memory: torch.Tensor, pieces: list[Piece], state: MambaState, last: list[int], rows: torch.Tensor
+        self, memory: torch.Tensor, pieces: list[Piece], state: MambaState, last: torch.Tensor, rows: torch.Tensor
     ) -> StateRows:
         """Move the states over all tokens [T, d] without reading them; what is to be read is left at the tokens
-        `last`, ascending, the last ones of `rows` [len(last)]."""
-        found = [memory.new_empty(0, *state.ssm.shape[1:4])]
+        `last` [R], the last ones of `rows` [R]."""
+        found = memory.new_empty(len(last), *state.ssm.shape[1:4])
         for piece in pieces:
             scan = self.scan(memory, piece, state)
             scan.advance()
-            found += [scan.x[token - piece.start, None] for token in last if piece.start <= token < piece.end]
-        return StateRows(torch.cat(found), self.ssm.D, rows, state.ssm)
+            if len(last):
+                inside = ((last >= piece.start) & (last < piece.end))[:, None, None, None]
+                at = (last - piece.start).clamp(0, piece.end - piece.start - 1)
+                found = torch.where(inside, scan.x[at], found)
+        return StateRows(found, self.ssm.D, rows, state.ssm)
 
 
 class CrossMamba(nn.Module):

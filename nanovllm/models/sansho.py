@@ -47,16 +47,14 @@ class SanshoStep:
     shared_slots: [T] int64, where their shared keys and values are written; -1: nowhere.
     rows: [R] int64, of the tokens that meet the cross-decoder; all of a decode step's.
     pieces: of a prefill, one where `last` is None; None for a decode step.
-    last: of a prefill, those R tokens, each its row's last one in this step, ascending; None for all T.
-    last_index: [R] int64, the same on the device.
+    last: [R] int64, of a prefill, those R tokens, each its row's last one in this step; None for all T.
     """
 
     window: WindowMetadata
     shared_slots: torch.Tensor
     rows: torch.Tensor
     pieces: list[Piece] | None = None
-    last: list[int] | None = None
-    last_index: torch.Tensor | None = None
+    last: torch.Tensor | None = None
 
 
 def _attention_cuts(config: SanshoConfig, kv_heads: int) -> tuple[Cut, Cut]:
@@ -190,7 +188,7 @@ class SanshoModel(nn.Module):
             source = side.scan(memory, step.pieces[0], state)
         else:
             source = side.absorb(memory, step.pieces, state, step.last, step.rows)
-            hidden = hidden[step.last_index]
+            hidden = hidden[step.last]
         return self._cross(hidden, source, caches.shared)
 
     def _write_shared(self, memory: torch.Tensor, slots: torch.Tensor, shared: KVCache) -> None:
