@@ -89,6 +89,7 @@ def test_short_prefills_have_buckets():
     sizes = graph_token_counts(16384)
     assert sizes == sorted(sizes) and sizes[-1] >= 1024
     assert all(b <= 2 * a for a, b in itertools.pairwise(sizes))
+    assert graph_token_counts(16384, longest=5000) == [*sizes, 3072, 4096]
     assert max(graph_token_counts(300)) <= 300, "none is larger than the largest step"
     assert graph_token_counts(8) == []
 

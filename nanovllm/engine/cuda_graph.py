@@ -30,9 +30,10 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def graph_token_counts(max_num_batched_tokens: int) -> list[int]:
-    """Buckets for prefills that are short enough to wait for the host otherwise; longer ones keep the device busy."""
-    sizes = [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
+def graph_token_counts(max_num_batched_tokens: int, longest: int = 2048) -> list[int]:
+    """Buckets for prefills that are short enough to wait for the host otherwise; those longer than `longest` keep the
+    device busy."""
+    sizes = [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, *range(2048, longest + 1, 1024)]
     return [size for size in sizes if size <= max_num_batched_tokens]
 
 

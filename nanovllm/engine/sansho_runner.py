@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 # Snapshots of prefixes when sansho_prefix_checkpoints is not given: at most so many, in at most this share of memory.
 _MOST_SNAPSHOTS, _SNAPSHOT_SHARE = 256, 0.25
+# Tokens of the longest captured prefill, as hundreds of launches for looped layers take the host longer than their work
+# takes the device; and so many of them give a graph room for one more sequence.
+_LONGEST_CAPTURED, _TOKENS_A_SEQ = 16384, 512
 
 
 class SanshoModelRunner:
@@ -160,7 +163,7 @@ class SanshoModelRunner:
             self._prefill_plain,
             self._pack_short,
             max_num_seqs,
-            graph_token_counts(config.max_num_batched_tokens),
+            graph_token_counts(config.max_num_batched_tokens, _LONGEST_CAPTURED),
             self.rows.padding_row,
             self.device,
         )
@@ -321,7 +324,8 @@ class SanshoModelRunner:
         return rows, hidden, last
 
     def _short_room(self, num_tokens: int) -> Room:
-        return Room.bucket(min(PREFILL_SEQS, self.rows.padding_row), num_tokens, self.ring, self._chunk_size)
+        seqs = max(PREFILL_SEQS, num_tokens // _TOKENS_A_SEQ)
+        return Room.bucket(min(seqs, self.rows.padding_row), num_tokens, self.ring, self._chunk_size)
 
     def _pack_short(self, chunks: list[PrefillChunk], num_tokens: int) -> np.ndarray | None:
         """What a CUDA graph for so many tokens takes; None for scored prompts, too many sequences or snapshots."""
