@@ -26,6 +26,7 @@ def fixed(num_seqs: int, input_len: int, output_len: int) -> list[str]:
 
 DUMMY = ["bench.py", "--load-format", "dummy", "--model", "qwen3-0.6b"]
 DUMMY_8B = ["bench.py", "--load-format", "dummy", "--model", "qwen3-8b"]
+TP2 = ["--tensor-parallel-size", "2"]
 
 QUANT_06B = ["bench_quant.py", "--load-format", "dummy", "--model", "qwen3-0.6b"]
 QUANT_8B = ["bench_quant.py", "--load-format", "dummy", "--model", "qwen3-8b"]
@@ -42,6 +43,14 @@ JOBS: dict[str, list[str]] = {
     "server_mixed": ["scripts/bench_server.py", *DUMMY[1:]],
     "mixed_8b": DUMMY_8B,
     "latency_1_8b": [*DUMMY_8B, *fixed(1, 128, 512)],
+    "prefill_heavy_8b": [*DUMMY_8B, *fixed(64, 4096, 8), "--max-model-len", "8192"],
+    # On two GPUs; beside the same without tp2.
+    "tp2_mixed": [*DUMMY, *TP2, "--rounds", "3"],
+    "tp2_latency_1": [*DUMMY, *TP2, *fixed(1, 128, 512)],
+    "tp2_prefill_heavy": [*DUMMY, *TP2, *fixed(64, 4096, 8), "--max-model-len", "8192"],
+    "tp2_mixed_8b": [*DUMMY_8B, *TP2],
+    "tp2_latency_1_8b": [*DUMMY_8B, *TP2, *fixed(1, 128, 512)],
+    "tp2_prefill_heavy_8b": [*DUMMY_8B, *TP2, *fixed(64, 4096, 8), "--max-model-len", "8192"],
     "quant_mixed": QUANT_06B,
     "quant_decode": [*QUANT_06B, "--profile", "decode_heavy", "--sweep", "512,768,1024"],
     "quant_latency_8b": [*QUANT_8B, *fixed(1, 128, 512)],
@@ -116,7 +125,8 @@ def main() -> int:
     """Run the jobs; the exit status is 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["tests", *JOBS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    default = [name for name in names if not name.startswith("tp2_")]
+    parser.add_argument("--only", nargs="+", choices=names, default=default, help="those of two GPUs only if named")
     parser.add_argument("--list", action="store_true", help="name the jobs and their commands")
     parser.add_argument("--timeout", type=float, default=400, help="seconds a job may take")
     args = parser.parse_args()
