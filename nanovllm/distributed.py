@@ -104,6 +104,7 @@ class Group:
             self.exchange(None)  # all are there, so that connecting takes no time
             with _peers():
                 self._backend = _connect(store, rank, size, device, host)
+            self.all_reduce(torch.zeros(1, device=device))  # NCCL connects at the first one, which no graph may hold
 
     def cut(self, *sections: tuple[int, int]) -> Cut:
         """This rank's entries of a dimension.
