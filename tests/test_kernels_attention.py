@@ -110,8 +110,9 @@ def check(run, reference, q, caches, rest, rows):
         got = run(q, *caches, *rest)
     rival = reference(q, *caches, *rest)
     exact = reference(q.float(), *(cache.float() for cache in caches), *rest)
-    assert got.dtype == q.dtype and got.isfinite().all()
+    assert got.dtype == q.dtype
     for part in rows:
+        assert got[part].isfinite().all()
         assert_as_good(got[part], rival[part], exact[part])
 
 
@@ -130,8 +131,10 @@ def check_decode(shape, dtype, device, contexts=CONTEXTS, **knobs):
 
 
 def check_prefill(shape, dtype, device, contexts=CONTEXTS, queries=QUERIES, **knobs):
-    q, *caches, table, lens = make_case(contexts, queries, *shape, dtype, device)
-    starts = running_sum(queries, device)
+    """With room for two more sequences and thirty more tokens, as a CUDA graph has it."""
+    q, *caches, table, lens = make_case([*contexts, 0, 0], [*queries, 0, 0], *shape, dtype, device)
+    starts = running_sum([*queries, 0, 0], device)
+    q = torch.cat((q, torch.full_like(q[:1], torch.nan).expand(30, -1, -1)))
     rest = (table, starts, lens, shape[0] ** -0.5, shape[-1])
     check(
         lambda *args: prefill_twin.prefill_attention(*args, **knobs),
