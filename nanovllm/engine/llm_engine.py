@@ -111,9 +111,11 @@ class LLMEngine:
         vocab_size = self.model_config.vocab_size
         if not token_ids:
             raise ValueError("the prompt is empty: it needs at least one token")
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise ValueError(f"prompt token id {token_id!r} is not allowed: an integer in [0, {vocab_size})")
+        # All at once first: looking at the tokens of a long prompt one by one takes longer than a step.
+        if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            for token_id in token_ids:
+                if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                    raise ValueError(f"prompt token id {token_id!r} is not allowed: an integer in [0, {vocab_size})")
         if len(token_ids) + num_new_tokens > self.max_model_len:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens and needs room for {num_new_tokens} more, but "
