@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from nanovllm.engine.batch import upload
 from nanovllm.engine.step import PrefillChunk
-from nanovllm.kernels.choice import twin
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +35,6 @@ def graph_token_counts(max_num_batched_tokens: int, longest: int = 2048) -> list
     device busy."""
     sizes = [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, *range(2048, longest + 1, 1024)]
     return [size for size in sizes if size <= max_num_batched_tokens]
-
-
-def compile_ahead(bodies: list[Callable[[], object]], device: torch.device) -> None:
-    """Compile the kernels that the bodies launch side by side, before one of them runs; nothing to do on a CPU. The
-    bodies must not wait for the device."""
-    ahead = twin("compile_ahead") if device.type == "cuda" else None
-    if ahead is not None:
-        start = time.perf_counter()
-        count = ahead.compile_ahead(bodies, device)
-        logger.info("compiled %d kernels ahead in %.1f s", count, time.perf_counter() - start)
 
 
 class StepGraphs:
@@ -92,11 +81,8 @@ class StepGraphs:
         pool = torch.cuda.graph_pool_handle()
         jobs = [("prefill", size) for size in self._prefill_sizes[::-1]]
         jobs += [("decode", size) for size in self._decode_sizes[::-1]]
-        # Few rows have kernels of their own; more of them differ in sizes alone.
-        varied = [job for job in jobs if job[1] <= 64 or job in (jobs[0], jobs[len(self._prefill_sizes)])]
-        compile_ahead([self._body(*job) for job in varied], self._device)
         for kind, size in tqdm(jobs, desc="Capturing CUDA graphs", disable=not show_progress):
-            body = self._body(kind, size)
+            body = self._prefill_body(size) if kind == "prefill" else partial(self._decode, self._rows[:size])
             body()  # compiles kernels and makes library handles, which a capture must not do
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -108,10 +94,8 @@ class StepGraphs:
         logger.info("captured %d CUDA graphs in %.1f s, %.0f MiB", len(jobs), seconds, pool_mib)
         return seconds
 
-    def _body(self, kind: str, size: int) -> Callable[[], Any]:
-        """What a bucket's graph holds; a prefill's padding is uploaded now."""
-        if kind == "decode":
-            return partial(self._decode, self._rows[:size])
+    def _prefill_body(self, size: int) -> Callable[[], Any]:
+        """The body of a bucket over padding, which is uploaded now."""
         return partial(self._prefill, self._upload(self._pack([], size)), size)
 
     def _upload(self, packed: np.ndarray) -> torch.Tensor:

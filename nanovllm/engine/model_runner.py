@@ -13,7 +13,7 @@ from nanovllm.cache_spec import PagedKVSpec
 from nanovllm.config import EngineConfig
 from nanovllm.context import ForwardContext, forward_context
 from nanovllm.engine.batch import Inputs, Rows, decode_inputs, pack_prefill, prefill_inputs, upload
-from nanovllm.engine.cuda_graph import PREFILL_SEQS, StepGraphs, compile_ahead, graph_token_counts
+from nanovllm.engine.cuda_graph import PREFILL_SEQS, StepGraphs, graph_token_counts
 from nanovllm.engine.results import PLAIN, PendingResult, draw_tokens, score_chunks
 from nanovllm.engine.step import PrefillChunk, Sampling, Step
 from nanovllm.layers.embed_head import empty_logits
@@ -90,19 +90,9 @@ class ModelRunner:
             self.rows.block_table[i, :count] = torch.arange(first, first + count)
             first += count
         with platform.as_current(self.device):
-            packed = pack_prefill(chunks, len(chunks), sum(lengths), self.rows.padding_row)
-            packed = upload(packed, torch.int64, self.device)
-            rows = torch.arange(len(self.rows.last_token), device=self.device)
-
-            def largest() -> None:
-                own, hidden, last = self._prefill_hidden(packed, lengths, lengths)
-                draw_tokens(self.rows, self.model.compute_logits(hidden[last]), own, sampling)
-                logits = torch.zeros(len(rows), self.model.config.vocab_size, device=self.device)
-                draw_tokens(self.rows, logits, rows, sampling)
-
-            if self.backend.in_cuda_graph:
-                compile_ahead([largest], self.device)
-            largest()
+            self._prefill(chunks, sampling)
+            logits = torch.zeros(len(self.rows.last_token), self.model.config.vocab_size, device=self.device)
+            draw_tokens(self.rows, logits, torch.arange(len(logits), device=self.device), sampling)
         platform.synchronize(self.device)
         self.caches = []
 
