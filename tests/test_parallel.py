@@ -32,8 +32,8 @@ SHAPES = {
 }
 CASES = [
     *((family, quantization, 2) for family in SHAPES for quantization in (None, "int8", "w8a8")),
-    *(("qwen3", None, 4), ("llama", "int8", 4)),
-    *(("sansho", None, 2), ("sansho", "w8a8", 2), ("sansho", "int8", 4)),
+    *(("sansho", quantization, 2) for quantization in (None, "int8", "w8a8")),
+    *(("qwen3", None, 4), ("llama", "int8", 4), ("qwen2", "w8a8", 4), ("sansho", "int8", 4)),  # the others: parallel.md
 ]
 
 
