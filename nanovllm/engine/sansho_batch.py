@@ -81,7 +81,7 @@ class Room:
 
     @property
     def cuts(self) -> list[tuple[int, int]]:
-        """First and last but one token of each piece."""
+        """Each piece: its first token, and the one behind its last."""
         return [(start, min(start + self.piece, self.tokens)) for start in range(0, self.tokens, self.piece)]
 
     def holds(self, other: Room) -> bool:
