@@ -122,9 +122,9 @@ class Group:
         return Cut(first, tuple(slices))
 
     def padded_cut(self, entries: int) -> tuple[Cut, int]:
-        """This rank's entries of a dimension that need not be divisible, and how many each rank has room for; the last
-        ranks hold fewer."""
-        room = -(-entries // self.size)
+        """This rank's entries of a dimension that need not be divisible, and how many each rank has room for, a
+        multiple of eight; the last ranks hold fewer."""
+        room = -(-entries // (8 * self.size)) * 8
         start, stop = (min(entries, room * rank) for rank in (self.rank, self.rank + 1))
         return Cut(entries, ((start, stop),)), room
 

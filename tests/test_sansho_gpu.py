@@ -82,7 +82,7 @@ def test_graphs_give_the_tokens_of_eager_execution(tmp_path):
 def test_captured_prefills_are_as_exact_as_eager_ones(tmp_path):
     """One to more sequences than a captured prefill takes, with and without prefixes, in pieces and chunks. Their sums
     are those of other shapes, so both are held to float32: the first tokens' log probabilities."""
-    path = export(tmp_path, dtype="bfloat16")
+    path = export(tmp_path, dtype="bfloat16", max_position_embeddings=2048)
     shared = prompts_of(150)[0]
     twenty = [shared[: 40 + i] + own for i, own in enumerate(prompts_of(*range(1, 200, 10)))]
     batches = [[prompt] for prompt in prompts_of(1, 16, 17, 100, 1100)] + [twenty[:n] for n in (3, 16, 20)]
@@ -120,7 +120,7 @@ def forced_logprobs(llm, prompts, forced, by_graph=False):
         with torch.inference_mode():
             if by_graph:
                 runner.graphs.decode(rows)
-                logits = runner._logits[: len(rows)]
+                logits = runner._logits[: len(rows), : runner.model.config.vocab_size]
             else:
                 logits = runner._decode_logits(index, [len(prompt) + i + 1 for prompt in prompts])
         found.append(logits.float().log_softmax(-1).cpu())

@@ -141,7 +141,7 @@ class ModelRunner:
     def _decode(self, step: Step) -> PendingResult:
         if self.graphs is not None:
             rows, token_ids = self.graphs.decode(step.decode_rows)
-            logits = self._logits[: len(rows)]
+            logits = self._logits[: len(rows), : self.model.config.vocab_size]
         else:
             rows = upload(step.decode_rows, torch.int64, self.device)
             logits = self._decode_logits(rows, step.context_lens)

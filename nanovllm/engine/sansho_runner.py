@@ -235,7 +235,7 @@ class SanshoModelRunner:
         token_ids = None
         if self.graphs is not None and (self._replay_most is None or longest < self._replay_most):
             rows, token_ids = self.graphs.decode(step.decode_rows)
-            logits = self._logits[: len(rows)]
+            logits = self._logits[: len(rows), : self.model.config.vocab_size]
         else:
             rows = upload(step.decode_rows, torch.int64, self.device)
             logits = self._decode_logits(rows, step.context_lens)

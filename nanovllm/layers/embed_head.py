@@ -14,7 +14,8 @@ from nanovllm.kernels.linear import linear
 class Embedding(nn.Module):
     """Rows of a [vocab_size, dim] matrix; `logits` uses the same matrix where head and embedding are tied.
 
-    Each rank of a group has equally many rows; behind the last token's there may be some that mean nothing.
+    Each rank of a group has equally many rows, a multiple of eight: cuBLAS is several times slower at an odd number.
+    Behind the last token's there may be some that mean nothing.
     """
 
     def __init__(self, vocab_size: int, dim: int) -> None:
@@ -37,16 +38,14 @@ class Embedding(nn.Module):
         return self.group.all_reduce(found.masked_fill(others[:, None], 0))
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[R, dim] to [R, vocab_size], in `out` if given (see `empty_logits`); every rank gets all of them, to the
-        bit."""
+        """[R, dim] to [R, vocab_size], a view of `out` if given (see `empty_logits`); every rank gets all of them, to
+        the bit."""
         if self.group.size == 1:
-            out = empty_logits(len(hidden), len(self.weight), hidden.dtype, hidden.device) if out is None else out
-            return linear(hidden, self.weight, None, out)
+            return linear(hidden, self.weight, None, out)[:, : self.rows.total]
         logits = self.group.all_gather(linear(hidden, self.weight, None))[:, : self.rows.total]
-        return logits if out is None else out.copy_(logits)
+        return logits if out is None else out[:, : self.rows.total].copy_(logits)
 
 
 def empty_logits(num_rows: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[num_rows, vocab_size], uninitialised. Rows begin at multiples of 16 bytes: of a vocabulary of an odd size the
-    library's matrix products would otherwise be several times slower."""
-    return torch.empty(num_rows, -(-vocab_size // 8) * 8, dtype=dtype, device=device)[:, :vocab_size]
+    """[num_rows, vocab_size or up to seven more], uninitialised: as wide as what one rank's head computes."""
+    return torch.empty(num_rows, -(-vocab_size // 8) * 8, dtype=dtype, device=device)
