@@ -7,7 +7,7 @@ from checkpoints import load_script, sansho_reference
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.results import PLAIN
 from nanovllm.engine.step import BlockUpdates, PrefillChunk, RowStart, Step
-from nanovllm.kernels import mamba_step, persistent_decode, qkv, window_decode
+from nanovllm.kernels import mamba_step, qkv, window_decode
 
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=2)
 
@@ -139,7 +139,7 @@ def test_decode_steps_of_the_500m_shape(tmp_path, monkeypatch):
     with LLM(path, dtype="bfloat16", **knobs) as llm:
         graphs = [forced_logprobs(llm, *case, by_graph=True) for case in cases]
         kernels = [forced_logprobs(llm, *case) for case in cases]
-        for module in (mamba_step, persistent_decode, qkv, window_decode):
+        for module in (mamba_step, qkv, window_decode):
             monkeypatch.setattr(module, "twin", lambda name: None)
         rivals = [forced_logprobs(llm, *case) for case in cases]
     with LLM(path, dtype="float32", **knobs) as llm:

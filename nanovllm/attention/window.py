@@ -61,11 +61,6 @@ class WindowMetadata:
     kept: torch.Tensor | None = None
     left: torch.Tensor | None = None
 
-    def by_row(self, ring: KVCache) -> KVCache:
-        """A cache [..., rows * blocks of a ring, block_size, KV, D] as [..., rows, slots, KV, D]."""
-        size = Ring(self.window, ring.k.shape[-3]).size
-        return KVCache(*(tensor.view(*tensor.shape[:-4], -1, size, *tensor.shape[-2:]) for tensor in ring))
-
 
 def window_attention(
     qkv: torch.Tensor,
@@ -88,9 +83,11 @@ def window_attention(
     Returns:
         [T, H, D].
     """
-    kv_heads, dim = ring.k.shape[2:]
+    block_size, kv_heads, dim = ring.k.shape[1:]
     if step.rows is not None:
-        return window_decode(qkv, *norm, *rotary, *step.by_row(ring), step.rows, step.window)
+        size = Ring(step.window, block_size).size
+        rings = (tensor.view(-1, size, kv_heads, dim) for tensor in ring)
+        return window_decode(qkv, *norm, *rotary, *rings, step.rows, step.window)
     pages = KVCache(*(tensor.new_empty(step.num_pages, *tensor.shape[1:]) for tensor in ring))
     move_kv(ring, pages, step.kept)
     q = split_norm_rotate_write(qkv, num_heads, kv_heads, *norm, *rotary, *pages, step.slots)

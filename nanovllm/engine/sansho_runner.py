@@ -113,7 +113,7 @@ class SanshoModelRunner:
         padding = min(self.rows.padding_row, num_rows - 1)
         for tensor, index in ((kv.k, num_blocks), (kv.v, num_blocks), (state.conv, padding), (state.ssm, padding)):
             tensor[index] = 0
-        self.caches = SanshoCaches(self._rings, kv, state)
+        self.caches = SanshoCaches([KVCache(*pair) for pair in zip(*self._rings, strict=True)], kv, state)
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)

@@ -37,66 +37,6 @@ def _load_tile(
     return tl.load(k_ptr + offsets, mask=mask, other=0.0), v, live
 
 
-@triton.jit
-def _factors(
-    q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, position, GROUP: tl.constexpr, D: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """What GROUP queries and the key behind them, [BLOCK_H, BLOCK_D], are multiplied with, and the other halves of
-    their heads: the norm's weights (without NORM anything), cos and sin; float32."""
-    head = tl.arange(0, BLOCK_H)[:, None]
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    partner = tl.where(dims < D // 2, dims + D // 2, dims - D // 2)
-    in_head = dims < D
-    is_q, is_k = (head < GROUP) & in_head, (head == GROUP) & in_head
-    cos = tl.load(cos_ptr + position * D + dims, mask=in_head, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + position * D + dims, mask=in_head, other=0.0).to(tl.float32)
-    if NORM:
-        weight = tl.load(q_weight_ptr + dims, mask=is_q, other=0.0)
-        weight += tl.load(k_weight_ptr + dims, mask=is_k, other=0.0)
-        other_weight = tl.load(q_weight_ptr + partner, mask=is_q, other=0.0)
-        other_weight += tl.load(k_weight_ptr + partner, mask=is_k, other=0.0)
-        return weight.to(tl.float32), other_weight.to(tl.float32), cos, sin
-    else:
-        return cos, cos, cos, sin
-
-
-@triton.jit
-def _rotated(x, other, weight, other_weight, cos, sin, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Norm and rotary of heads x, given their halves the other way round too."""
-    if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = x * scale * weight
-        other = other * scale * other_weight
-    return x * cos + other * sin
-
-
-@triton.jit
-def _attend(
-    heads, own_v, k, v, live, k_ptr, v_ptr, position, window, scale_log2, SIZE: tl.constexpr, KV: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Attention of GROUP queries over their own key, the row of `heads` behind them, and the ring, whose first tile is
-    there; [BLOCK_H, BLOCK_D] float32."""
-    # Softmax begins with the token's own key, from registers: what was just stored nobody here reads.
-    own = tl.dot(heads, tl.trans(heads), input_precision="ieee")
-    top = tl.sum(tl.where(tl.arange(0, BLOCK_H)[None, :] == GROUP, own, 0.0), 1) * scale_log2
-    total = tl.full([BLOCK_H], 1.0, tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32) + own_v.to(tl.float32)
-    for start in range(0, SIZE, BLOCK_N):
-        scores = tl.dot(heads, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(tl.trans(live), scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        p = tl.exp2(scores - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(heads.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        top = new_top
-        if SIZE > BLOCK_N:
-            k, v, live = _load_tile(k_ptr, v_ptr, start + BLOCK_N, position, window, SIZE, KV, D, BLOCK_N, BLOCK_D)
-    return acc / total[:, None]
-
-
 @triton.jit(do_not_specialize=["window"])
 def _window_decode_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, position_ptr, k_ptr, v_ptr, rows_ptr, out_ptr, qkv_stride,
@@ -109,13 +49,18 @@ def _window_decode_kernel(
     ring = (tl.load(rows_ptr + i) * (SIZE * KV) + kv_head) * D
     k_ptr += ring
     v_ptr += ring
-    weight, other_weight, cos, sin = _factors(
-        q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, position, GROUP, D, BLOCK_H, BLOCK_D, NORM
-    )
-    head, dims = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    head = tl.arange(0, BLOCK_H)[:, None]
+    dims = tl.arange(0, BLOCK_D)[None, :]
     partner = tl.where(dims < D // 2, dims + D // 2, dims - D // 2)
     in_head = dims < D
     is_q, is_k = (head < GROUP) & in_head, (head == GROUP) & in_head
+    cos = tl.load(cos_ptr + position * D + dims, mask=in_head, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + position * D + dims, mask=in_head, other=0.0).to(tl.float32)
+    if NORM:
+        weight = tl.load(q_weight_ptr + dims, mask=is_q, other=0.0)
+        weight += tl.load(k_weight_ptr + dims, mask=is_k, other=0.0)
+        other_weight = tl.load(q_weight_ptr + partner, mask=is_q, other=0.0)
+        other_weight += tl.load(k_weight_ptr + partner, mask=is_k, other=0.0)
     k, v, live = _load_tile(k_ptr, v_ptr, 0, position, window, SIZE, KV, D, BLOCK_N, BLOCK_D)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
@@ -127,15 +72,32 @@ def _window_decode_kernel(
     x = tl.load(source + dims, mask=is_q | is_k, other=0.0).to(tl.float32)
     other = tl.load(source + partner, mask=is_q | is_k, other=0.0).to(tl.float32)
     own_v = tl.load(qkv_ptr + (KV * (GROUP + 1) + kv_head) * D + dims, mask=in_head, other=0.0)
-    heads = _rotated(x, other, weight, other_weight, cos, sin, eps, D, NORM).to(dtype)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = x * scale * weight.to(tl.float32)
+        other = other * scale * other_weight.to(tl.float32)
+    heads = (x * cos + other * sin).to(dtype)
     slot = position % SIZE * (KV * D)
     tl.store(k_ptr + slot + dims + tl.zeros_like(head), heads, mask=is_k)
     tl.store(v_ptr + slot + dims, own_v, mask=in_head)
 
-    acc = _attend(
-        heads, own_v, k, v, live, k_ptr, v_ptr, position, window, scale_log2, SIZE, KV, GROUP, D, BLOCK_H, BLOCK_D,
-        BLOCK_N,
-    )  # fmt: skip
+    # Softmax begins with the token's own key, from registers: what was just stored nobody here reads.
+    own = tl.dot(heads, tl.trans(heads), input_precision="ieee")
+    top = tl.sum(tl.where(tl.arange(0, BLOCK_H)[None, :] == GROUP, own, 0.0), 1) * scale_log2
+    total = tl.full([BLOCK_H], 1.0, tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32) + own_v.to(tl.float32)
+    for start in range(0, SIZE, BLOCK_N):
+        scores = tl.dot(heads, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(tl.trans(live), scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top = new_top
+        if SIZE > BLOCK_N:
+            k, v, live = _load_tile(k_ptr, v_ptr, start + BLOCK_N, position, window, SIZE, KV, D, BLOCK_N, BLOCK_D)
+    acc = acc / total[:, None]
     out_ptr += (i * (tl.num_programs(0) * GROUP) + kv_head * GROUP + head) * D
     tl.store(out_ptr + dims, acc.to(dtype), mask=is_q)
 

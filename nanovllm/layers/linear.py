@@ -57,11 +57,6 @@ class Linear(nn.Module):
         return self.method.input_digits(self, x.shape[0], x.dtype)
 
     @property
-    def is_cut(self) -> bool:
-        """Whether this rank holds a part only."""
-        return self.inputs.is_partial or any(rows.is_partial for rows in self.parts.values())
-
-    @property
     def added_bias(self) -> nn.Parameter | None:
         """The bias, or None where another rank adds it."""
         return None if self.sharers.rank else self.bias

@@ -7,7 +7,6 @@ somebody wants: the keys, values and states that it reads are made from the memo
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,6 @@ from nanovllm.attention.base import KVCache
 from nanovllm.attention.window import WindowMetadata, window_attention
 from nanovllm.cache_spec import CacheSpec, PagedKVSpec, StateSpec, WindowKVSpec
 from nanovllm.distributed import ALONE, Cut
-from nanovllm.kernels.persistent_decode import can_persist
 from nanovllm.kernels.qkv import split_norm_rotate_write
 from nanovllm.kernels.ssd import Piece
 from nanovllm.layers.attention import Attention
@@ -29,15 +27,13 @@ from nanovllm.layers.mamba import CrossMamba, MambaCuts, MambaState, MemorySide,
 from nanovllm.layers.rotary_embedding import Rotary, RotaryEmbedding
 from nanovllm.models.decoder import DecoderOptions, SwiGLU
 from nanovllm.models.sansho_config import SanshoConfig
-from nanovllm.models.sansho_decode import Runs, make_runs
 
 
 @dataclass(slots=True)
 class SanshoCaches:
-    """windows: one ring cache per (loop, self layer), [loops * layers, ...]; shared: of all cross_attention layers;
-    state: of all rows."""
+    """windows: one ring cache per (loop, self layer); shared: of all cross_attention layers; state: of all rows."""
 
-    windows: KVCache
+    windows: list[KVCache]
     shared: KVCache
     state: MambaState
 
@@ -112,12 +108,8 @@ class CrossAttention(nn.Module):
         self.o_proj = Linear(q, {"o_proj": config.hidden_size})
 
     def forward(self, x: torch.Tensor, shared: KVCache) -> torch.Tensor:
-        return self.o_proj(self.attend(self.q_proj(x), shared))
-
-    def attend(self, q: torch.Tensor, shared: KVCache) -> torch.Tensor:
-        """What lies between the projections, [R, H * D] to as much."""
-        q = q.unflatten(-1, (self.attn.num_heads, self.attn.head_dim))
-        return self.attn(q if self.q_norm is None else self.q_norm(q), shared)
+        q = self.q_proj(x).unflatten(-1, (self.attn.num_heads, self.attn.head_dim))
+        return self.o_proj(self.attn(q if self.q_norm is None else self.q_norm(q), shared))
 
 
 class Layer(nn.Module):
@@ -179,25 +171,14 @@ class SanshoModel(nn.Module):
         num_groups = max(1, config.mamba_n_groups // group.size)
         self.memory_side = MemorySide(self.memory_proj, self.memory_conv, self.memory_ssm, num_groups)
 
-    @functools.cached_property
-    def _runs(self) -> Runs | None:
-        return make_runs(self.layers, self.config)
-
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, step: SanshoStep, caches: SanshoCaches
     ) -> torch.Tensor:
-        x, rotary = self.embed_tokens(token_ids), self.rotary.at(positions)
-        runs = self._runs if step.pieces is None and can_persist(x) else None
-        if runs is None:
-            residual, depth = None, self.config.num_self_decoder_layers
-            for i, ring in enumerate(map(KVCache, *caches.windows)):  # a cache for each loop of each layer
-                x, residual = self.layers[i % depth](x, residual, rotary, ring, step.window)
-            memory, hidden = self.yoco_norm.add(x, residual)
-        else:
-            rings = step.window.by_row(caches.windows)
-            rest = (step.window.rows, step.window.window, self.config.rms_norm_eps)
-            hidden = runs.decoder.self_decoder(x, self.layers[0].self_attn.num_heads, rotary, rings, *rest)
-            memory = self.yoco_norm(hidden)
+        x, residual = self.embed_tokens(token_ids), None
+        rotary, depth = self.rotary.at(positions), self.config.num_self_decoder_layers
+        for i, ring in enumerate(caches.windows):  # the layers once per loop, with a cache of its own each time
+            x, residual = self.layers[i % depth](x, residual, rotary, ring, step.window)
+        memory, hidden = self.yoco_norm.add(x, residual)
         self._write_shared(memory, step.shared_slots, caches.shared)
 
         side, state = self.memory_side, caches.state
@@ -208,8 +189,6 @@ class SanshoModel(nn.Module):
         else:
             source = side.absorb(memory, step.pieces, state, step.last, step.rows)
             hidden = hidden[step.last]
-        if runs is not None:
-            return self._cross_persistent(hidden, source, caches.shared, runs)
         return self._cross(hidden, source, caches.shared)
 
     def _write_shared(self, memory: torch.Tensor, slots: torch.Tensor, shared: KVCache) -> None:
@@ -228,19 +207,6 @@ class SanshoModel(nn.Module):
                 x, residual = layer(x, residual, source, index)
                 index += 1
         return self.norm.add(x, residual)[0]
-
-    def _cross_persistent(self, x: torch.Tensor, source: StateRows, shared: KVCache, runs: Runs) -> torch.Tensor:
-        memory, first, index, attended = (source.x, source.drive, source.d), 0, 0, None
-        q_size, rest = self.config.num_attention_heads * self.config.head_dim, (memory, source.ssm, source.rows)
-        for count, attention in runs.stretches:
-            place = first, index, count
-            x, q = runs.cross.cross_decoder(
-                x, attended, place, attention is not None, q_size, *rest, self.config.rms_norm_eps
-            )
-            if attention is not None:
-                attended = attention.attend(q, shared)
-            first, index = first + count + 1, index + count
-        return self.norm(x)
 
 
 class SanshoForCausalLM(nn.Module):
